@@ -84,6 +84,7 @@ class DistDataLoader(_Epochs):
         self.collate_fn = collate_fn or list
         self._order = torch.arange(len(dataset))
         self._for_inference = not torch.is_grad_enabled()
+
         # The schedule of this rank, and the common one after the ranks iterate together.
         self._own = Schedule.from_counts([len(dataset)], self.batch_size, self.drop_last, rank=0)
         self._common: Schedule | None = None
@@ -103,6 +104,7 @@ class DistDataLoader(_Epochs):
     def _batches(self) -> Iterator[Any]:
         order = self._order
         schedule = self._schedule()
+
         # DistributedDataParallel weighs ranks equally, however many items each has.
         weight = self._session.topology.world_size if schedule is self._own else 1
 
@@ -151,9 +153,11 @@ class _Loader(_Epochs):
         self._batch_size = int(options.get("batch_size", 1))
         traits = opened.strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
+
         # Models of strategies that work inside the layers expect unchanged blocks.
         self._drops_empty_types = len(self._g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
+
         # Scripts for DistDGL train with DistributedDataParallel.
         inner.checks_training = False
 
@@ -267,8 +271,10 @@ def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> d
             "dglx_dist.reverse_edge_ids(g.inner) finds them."
         )
         exclude, reverse = "self", None
+
     etypes = kwargs.get("reverse_etypes") if exclude == "reverse_types" else None
     negative = kwargs.get("negative_sampler")
+
     # Negative samplers of DGL and of this package are read, not called.
     is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
     if callable(negative) and not is_known:

@@ -86,6 +86,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
                 "part_config is missing, and there are no servers to ask for it. Pass the JSON file that "
                 "partition_graph wrote: DistGraph(..., part_config=)."
             )
+
         is_ours = (path / MANIFEST).is_file()
         self.inner = InnerDistGraph(path) if is_ours else InnerDistGraph(part_config=path)
         remember_graph(self.inner)
@@ -217,4 +218,5 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
         u, v = inner.find_edges(typed[is_of_type], etype)
         sources[is_of_type] = book.map_to_homo_nid(u, etype[0])
         destinations[is_of_type] = book.map_to_homo_nid(v, etype[2])
+
     return sources, destinations

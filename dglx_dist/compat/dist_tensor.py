@@ -224,6 +224,7 @@ def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
     if any(users.get(key) for key in keys):
         gc.collect()  # the last reference may be part of a cycle
     unused = [key for key, references in users.items() if not references and store.has(key)]
+
     # The gather ends after every rank has entered it, so no rank still reads these rows.
     run_on_all_ranks(store.session, store.fence)
     unused_by_rank = gather_json(unused, store.session)
@@ -264,6 +265,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         policy = inner_policy(part_policy)
         store = get_opened_graph().kvstore if policy is None else policy.store
         existing = [key for key in store.names() if name is not None and key.endswith(f"~{name}")]
+
         # The decision depends on the arguments and the store, which are equal on all ranks.
         holders = []
         if not existing or not get_users(store).keys().isdisjoint(existing):
@@ -273,11 +275,13 @@ class DistTensor(Wrapper, of=InnerDistTensor):
             # The graph does not show the state of an optimizer and some other tensors.
             place = policy or get_opened_graph().find_policy_of_length(next(iter(shape)))
             is_gdata = is_gdata and (place.key(name) in known or place.hidden_key(name) not in known)
+
         try:
             first = init_func and _by_our_ids(init_func, policy, shape)
             self.inner = InnerDistTensor(tuple(shape), dtype, name, first, policy, persistent, is_gdata)
         except ConfigError as error:
             raise ConfigError(f"{error}, or delete it on the ranks {holders}") if holders else error from None
+
         if not persistent and self.inner.kvstore_key not in known:
             get_users(store)[self.inner.kvstore_key] = WeakSet()
         add_user(self.inner, self)

@@ -66,6 +66,7 @@ def initialize(
             f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here, because every rank "
             "serves its share. Start the script with torchrun, not with DGL's launcher."
         )
+
     values = {
         "ip_config": (ip_config, None),
         "max_queue_size": (max_queue_size, MAX_QUEUE_SIZE),
@@ -236,6 +237,7 @@ def _find_replacements(submodule: ModuleType) -> dict[str, Any]:
             is_removed = name in _REMOVED
         if is_own and is_removed and not name.startswith("_"):
             refusals[name] = make_refusal(f"{module}.{name}", _NO_PROCESSES)
+
     return {**refusals, **SUPPORTED_SUBMODULES.get(module, {})}
 
 
@@ -262,10 +264,12 @@ def install() -> Installed:
     loaded = sys.modules.get(NAME)
     if loaded is not None and _MARK in vars(loaded):
         return installed
+
     if loaded is None:
         _register_modules(installed)
     else:
         _rebind(loaded, installed)
+
     # If DGL has loaded its own package, its single-machine loaders also have the name DistGraph.
     for name in _LOADER_NAMES if loaded else _LOADER_NAMES[1:]:
         _set(dgl.dataloading, name, SUPPORTED[name], installed)
@@ -291,6 +295,7 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
             own = _find_replacements(module) if path.startswith(f"{NAME}.") else {}
             for name, value in {**own, **shared}.items():
                 _set(module, name, value, undo)
+
     _set(package, _MARK, True, undo)
 
 

@@ -114,9 +114,11 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         warn_user(
             f"{names}: not used, because GraphBolt's files are not written. Only DGL's GraphBolt needs them."
         )
+
     check_integer("num_parts", num_parts, least=1)
     check_integer("num_trainers_per_machine", num_trainers_per_machine, least=1)
     check_integer("seed", seed, least=0)
+
     # DGL overwrites the trainer ids of an earlier partition too.
     raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
     method = PARTITIONERS.resolve(part_method)
@@ -134,6 +136,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         raw = with_trainer_ids(raw, split.trainers)
     else:
         assignment = PARTITIONERS.get(method)(options).assign(weighted, num_parts, seed)
+
     config = _replace_files(
         Path(out_path),
         lambda folder: write_dgl_format(raw, assignment, folder, bfloat16=bfloat16, formats=graph_formats),
@@ -200,6 +203,7 @@ def _add_weights(
                 "balance_ntypes is one tensor, but there are several node types. Pass a dict by type."
             )
         balance_ntypes = {next(iter(graph.num_nodes)): balance_ntypes}
+
     unknown = sorted(balance_ntypes.keys() - graph.num_nodes.keys())
     if unknown:
         raise ConfigError(f"balance_ntypes has {unknown}, but node types are {', '.join(graph.num_nodes)}")
@@ -216,6 +220,7 @@ def _add_weights(
         for value in np.unique(values):
             names.append(f"balance_ntypes.{ntype}={value}")
             node_data.setdefault(ntype, {})[names[-1]] = (values == value).astype(np.int64)
+
     return replace(graph, node_data=node_data), tuple(names)
 
 
@@ -298,6 +303,7 @@ def edge_split(
             column.to_local() if isinstance(column, DistTensor) else column
             for column in (edges, edge_trainer_ids)
         )
+
     how = rank, force_even, cast("Any", inner_tensor(edge_trainer_ids))
     return split_edges(_mask(edges, g, g.num_edges(kind), kind), g.get_partition_book(), kind, *how)
 
@@ -307,10 +313,12 @@ def _mask(marked: Any, g: DistGraph, count: int, kind: object) -> Any:
         raise ConfigError(
             f"the mask has {len(marked)} values for {count} rows of {kind!r}. Pass one per row."
         )
+
     if isinstance(marked, DistTensor):
         if marked.dtype == torch.bool:
             return marked.inner
         marked = marked.inner.to_local()
+
     values = as_array(marked)
     if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
         warn_user("the mask contains all ids, so all rows are taken (DGL would leave out row 0)")

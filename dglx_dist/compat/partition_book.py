@@ -129,6 +129,7 @@ def _bounds(ranges: Mapping[K, Any], kinds: Mapping[K, int], num_parts: int) -> 
         if arrays[key].shape != (num_parts, 2):
             raise ConfigError(f"the map of {key!r} has shape {arrays[key].shape}, not ({num_parts}, 2)")
         bounds[key] = np.concatenate([[0], np.cumsum(np.diff(arrays[key]))])
+
     starts_by_type = IdRanges.from_offsets([*bounds.values()]).starts
     for (key, array), starts in zip(arrays.items(), starts_by_type, strict=True):
         if (array[:, 0] != starts)[array[:, 1] > array[:, 0]].any():

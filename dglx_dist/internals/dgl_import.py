@@ -44,6 +44,7 @@ class LibraryFinder:
             _provide_cache("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache", "numba")
         elif fullname == "matplotlib":
             _provide_cache("MPLCONFIGDIR", "XDG_CONFIG_HOME", "~/.config", "matplotlib")
+
         spec = PathFinder.find_spec(fullname, path, target) if fullname == NAME else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -59,6 +60,7 @@ def _execute_or_empty(execute: Callable[[ModuleType], None], module: ModuleType)
         reason = f"{type(error).__name__}: {error}"
     else:
         return
+
     for name in [name for name in sys.modules if name.startswith(f"{NAME}.")]:
         del sys.modules[name]
     message = f"{NAME} is empty, because it cannot be imported ({reason}). dgl.dataloading works without it."

@@ -85,6 +85,7 @@ def retag_wheel(wheel: Path) -> Path:
             digest = urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             record.append(f"{entry.filename},sha256={digest},{len(content)}\n")
         target.writestr(f"{info}/RECORD", "".join([*record, f"{info}/RECORD,,\n"]))
+
     return copy
 
 

@@ -158,6 +158,7 @@ class BlockTypes:
             for side_counts in counts
             for ntype, count in enumerate(side_counts)
         ]
+
         # Copy the names, because DGL keeps the lists.
         ntypes = list(self._ntypes), list(self._ntypes)
         return DGLBlock(index, ntypes, list(self._relations), frames, edge_frames)

@@ -270,6 +270,7 @@ class _Extreme(Function):
         ends = segments.ends_in_order
         count = segments.num_edges
         best = segments.reduce(ordered, how)
+
         # Places among the edges of a node are exact in single precision up to 2**24 edges.
         places = torch.arange(count, device=rows.device) - offsets[:-1].index_select(0, ends)
         places = places.float().view(count, *(1,) * (rows.dim() - 1))
@@ -310,6 +311,7 @@ class _WeightedSum(Function):
         size = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
         if ctx.needs_input_grad[0]:
             row_grad = _weighted_sum(grad, weights, relation.reverse)
+
         if ctx.needs_input_grad[1]:
             # Work in pieces, because the rows of all edges would be far larger than those of nodes.
             ends = (side.ends.split(size) for side in (relation.by_src, relation.by_dst))
@@ -319,6 +321,7 @@ class _WeightedSum(Function):
                     for u, v in zip(*ends, strict=True)
                 ]
             )
+
         return row_grad, weight_grad, None
 
 
@@ -424,6 +427,7 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
         rhs = None if op == "copy_lhs" else edges[etype]
         if lhs is None and rhs is None:
             continue
+
         if how == "sum":
             part = spmm(relation, op, how, lhs, rhs)
             total = out[destination]
@@ -431,6 +435,7 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
         else:
             part = compute_messages(relation, op, lhs, rhs, "ue")
             messages_by_type.setdefault(destination, []).append((relation, part))
+
     for destination, parts in messages_by_type.items():
         segments = _join_segments([relation.by_dst for relation, _ in parts])
         out[destination] = reduce_edges(torch.cat([rows for _, rows in parts]), segments, how)
@@ -450,6 +455,7 @@ def sddmm_hetero(
         lhs = None if op == "copy_rhs" else select(operands[:num_lhs], lhs_target, etype)
         rhs = None if op == "copy_lhs" else select(operands[num_lhs:], rhs_target, etype)
         messages.append(compute_messages(relation, op, lhs, rhs, lhs_target[0] + rhs_target[0]))
+
     return tuple(messages)
 
 
@@ -467,6 +473,7 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
         parts = torch.split(shares, [segment.num_edges for segment in segments])
         for etype, part in zip(etypes, parts, strict=True):
             out[etype] = part
+
     return tuple(out)
 
 
@@ -614,6 +621,7 @@ def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
         src, dst, _ = graph.edges(0, "eid")
         by_src = Segments(num_src, num_edges, ends=move(src))
         return Relation(by_src, Segments(num_dst, num_edges, ends=move(dst)))
+
     _, _, offsets, sources, order = graph.adjacency_matrix_tensors(0, True, "csr")
     in_order = not len(order) or bool((order[1:] > order[:-1]).all())
     if not in_order:
@@ -647,10 +655,12 @@ def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = No
     result._graph = TorchIndex.from_index(index, target, move) if torch_path else cpu_index(index)
     result._node_frames = [copy_frame(frame, target, move) for frame in graph._node_frames]
     result._edge_frames = [copy_frame(frame, target, move) for frame in graph._edge_frames]
+
     for name in ("_batch_num_nodes", "_batch_num_edges"):
         counts = getattr(graph, name)
         if counts is not None:
             setattr(result, name, {kind: move(count) for kind, count in counts.items()})
+
     return result
 
 

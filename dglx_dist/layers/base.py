@@ -357,6 +357,7 @@ def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *,
                 block.edata["weight"] = weight
                 message = fn.u_mul_e("row", "weight", "message")
             block.update_all(message, getattr(fn, how)("message", "out"))
+
             # DGL writes no result for a block without edges.
             if "out" in block.dstdata:
                 return block.dstdata["out"]

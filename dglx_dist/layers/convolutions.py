@@ -60,6 +60,7 @@ class GatStages(SplittableConv):
                 "GATConv adds its input to its output (residual=True with equal widths), so parts would need "
                 "all columns. Set residual=False in the first layer, or use strategy='data_parallel'."
             )
+
         self.heads, self._width = conv._num_heads, conv._out_feats
         has_pair = "fc" not in conv._modules
         self.ends = "together" if has_pair else "one type"
@@ -125,6 +126,7 @@ class GinStages(SplittableConv):
                 "GINConv with aggregator 'max' is not a sum of columns. Use 'sum' or 'mean', or "
                 "strategy='data_parallel'."
             )
+
         first, name = self.apply_func, "apply_func.weight"
         if isinstance(first, nn.Sequential) and len(first):
             first, name = first[0], "apply_func.0.weight"
@@ -134,6 +136,7 @@ class GinStages(SplittableConv):
                 "Use a torch.nn.Linear, or a torch.nn.Sequential that begins with one, or "
                 "strategy='data_parallel'."
             )
+
         self.cut = {name: 1}
         # The tuple avoids a second registration. state_dict has the module under apply_func.
         self._first = (first,)
@@ -231,6 +234,7 @@ class RelationalStages(SplittableConv):
                 "RelGraphConv(regularizer='bdd') ties weights to blocks of input columns. Use 'basis' or "
                 "None in the first layer, or strategy='data_parallel'."
             )
+
         self.cut = {"linear_r.W": 1}
         self.shared = ("linear_r.coeff",) if conv.linear_r.regularizer == "basis" else ()
         if conv.self_loop:
@@ -290,6 +294,7 @@ class SageStages(SplittableConv):
                 f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
                 "cannot be split by input columns. Use mean or gcn, or strategy='data_parallel'."
             )
+
         self.cut = {"fc_neigh.weight": 1}
         if self._aggregator == "mean":
             self.cut["fc_self.weight"] = 1
@@ -316,6 +321,7 @@ class SageStages(SplittableConv):
             if lacks_columns(target_rows, self.fc_self.weight.T):
                 return (neighbor_sums,)
             return (neighbor_sums + functional.linear(target_rows, self.fc_self.weight),)
+
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
         total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
         return (project_rows(inputs, total, matrix, after_sum=True),)
@@ -350,6 +356,7 @@ class SgcStages(SplittableConv):
                 "and GraphConv(weight=False) for each further hop. DGL's SGConv does not support blocks, so "
                 "it does not train under strategy='data_parallel' either."
             )
+
         if conv._cached or conv.norm is not None:
             raise ConfigError(
                 f"SGConv(cached={conv._cached}, norm={conv.norm}) caches the first batch's result or "
@@ -357,6 +364,7 @@ class SgcStages(SplittableConv):
                 "the features with torch.nn.LayerNorm, or use strategy='data_parallel' with another "
                 "convolution."
             )
+
         self.cut = {"fc.weight": 1}
 
     def transform(self, inputs: StageInput) -> Tensor:
@@ -376,6 +384,7 @@ class SgcStages(SplittableConv):
         else:
             degrees = inputs.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(inputs.block, transformed) * degrees.rsqrt().unsqueeze(-1)
+
         return (project_rows(inputs, total, self.fc.weight.T, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
@@ -472,6 +481,7 @@ def make_stages(module: nn.Module, *, bipartite: bool = False) -> SplittableConv
                 "strategy='data_parallel'."
             )
         return stages
+
     names = [kind.__name__ for kind, conv in CONVOLUTIONS.items() if conv.columns]
     raise ConfigError(
         f"{type(module).__name__} cannot be cut by input columns: "

@@ -64,6 +64,7 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
             last = offset + columns.last
             ranges_of_parts[part].append(ColumnRange(first=first, last=last, width=total_width))
         offset += width
+
     return tuple(map(tuple, ranges_of_parts))
 
 
@@ -126,6 +127,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
         positions = torch.arange(num_edges, device=starts.device) - starts[targets]
         draw_numbers = (positions * heads).unsqueeze(1) + torch.arange(heads, device=starts.device)
         is_kept = draw_on_device(stream, nodes[targets], draw_numbers, threshold)
+
     scaled = _scale_mask(is_kept, probability, attention)
     if len(edge_ids):
         # Reorder from the CSC matrix to the block's edge numbers.
@@ -179,6 +181,7 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
             dropout = cast("NodeDropout", module)
             dropout.connect(shared, number=len(dropouts), edges=name.rpartition(".")[2] in EDGE_DROPOUTS)
             dropouts.append(dropout)
+
     # Many layers of DGL have a dropout with probability 0.
     if any(dropout.p > 0 for dropout in dropouts):
         shared.track(model)
@@ -331,12 +334,14 @@ class NodeDropouts:
                 f"a dropout has the probability {probability}, but it was 0 when the model was wrapped. Set "
                 "it before dx.wrap."
             )
+
         if self._current is None or x.dim() == 0:
             return None
         call, graph = self._record_call(*self._current, module)
         keys = _find_edge_ids(graph, len(x)) if edges else nodes
         if keys is None and (keys := self._find_row_ids(graph, x, call.nodes)) is None:
             return None
+
         # The width is explicit, because -1 would be ambiguous without rows.
         flat = x.reshape(len(x), math.prod(x.shape[1:]))
         runs = (ColumnRange(first=0, last=flat.shape[1], width=flat.shape[1]),)
@@ -370,6 +375,7 @@ class NodeDropouts:
             self._calls[state] = call
             self._num_calls[step][kind] += 1
             return call, graph
+
         if state in self._calls:
             call = self._calls[state]
             return call, call.get_graph() if graph is None else graph
@@ -397,6 +403,7 @@ class NodeDropouts:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = (*args, *kwargs.values())
         graphs = [leaf for leaf in tree_leaves(values) if isinstance(leaf, dgl.DGLGraph)]
+
         # Beside blocks, a graph of pairs has other rows than the layers.
         needs_rows = any(map(has_rows, graphs))
         graph: Any = None
@@ -406,6 +413,7 @@ class NodeDropouts:
                 graph = value
             if isinstance(value, tuple):
                 pair = value
+
         self._entries.append((module, graph, pair))
 
     @torch.compiler.disable
@@ -478,6 +486,7 @@ def _find_graph_ids(graph: Any, count: int) -> Tensor | None:
     if not has_rows(graph) and count != graph.num_nodes():
         return None
     ids: Tensor | None = graph.srcdata.get(dgl.NID)
+
     # Blocks that ready-made models merge know only the ids of their destinations. If sources and destinations
     # are of one type, the destinations are the first sources, so the ids of the sources serve both.
     has_target_rows = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()

@@ -43,6 +43,7 @@ def draw_kept_entries(
         columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
         return torch.from_numpy(_draw_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
     numbers = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
+
     # The nodes are split, because the words take 8 bytes for each entry.
     pieces = torch.split(nodes, max(_WORDS_AT_ONCE // max(len(numbers), 1), 1))
     return torch.cat([draw_on_device(key, piece, numbers, threshold) for piece in pieces])

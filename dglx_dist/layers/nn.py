@@ -110,6 +110,7 @@ class BatchNorm(NormWithStatistics):
                 f"the batch norms {shorten_list(late)} are in a wrapped model, which would continue without "
                 "the converted ones. Call model = dx.nn.BatchNorm.convert(model) before dx.wrap."
             )
+
         for norm in filter(_can_convert, norms.values()):
             norm.__class__ = cls
         if unchanged := _find_torch_norms(model):
@@ -118,6 +119,7 @@ class BatchNorm(NormWithStatistics):
                 "converts only BatchNorm1d and SyncBatchNorm with running statistics over all ranks, not "
                 f"{next(iter(unchanged.values()))!r}. Use nn.LayerNorm or nn.GroupNorm, which are exact."
             )
+
         return model
 
     @torch.compiler.disable
@@ -147,6 +149,7 @@ class _Normalize(torch.autograd.Function):
                 f"dx.nn.BatchNorm({width}) takes rows of {width} columns, but its input has the shape "
                 f"{tuple(x.shape)}. Reshape it to (rows, {width}) before, and back afterwards."
             )
+
         # Moments about a value near the mean keep their digits.
         running_mean = cast("Tensor", norm.running_mean)
         running_var = cast("Tensor", norm.running_var)
@@ -157,11 +160,13 @@ class _Normalize(torch.autograd.Function):
         total = exchange.sum(torch.cat([shares.sum(0), weighted.sum(0), (weighted * rows).sum(0)]))
         count = float(total[0])
         mean = total[1 : 1 + width] / total[0]
+
         if round(count) == 1:
             raise ConfigError(
                 f"a batch norm of {width} columns needs more than 1 row in training, but all ranks together "
                 "have 1. Use larger batches, drop_last=True, or model.eval()."
             )
+
         variance = (total[1 + width :] / count - mean**2).clamp_(min=0)
         scale = (variance + norm.eps).rsqrt()
         normalized = ((rows - mean) * scale).to(x.dtype)
@@ -207,10 +212,12 @@ def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) 
         norm.exchange = None if is_alone else exchange
         if not is_alone:
             rows.track(model)
+
     if not is_alone and (local := _find_torch_norms(model)):
         warn_user(
             f"the batch norms {shorten_list(local)} use the mean and variance of the rows of each rank, or "
             "count a node once for each rank that computes it, so training differs from one process. Call "
             "dx.nn.BatchNorm.convert(model) before dx.wrap, or use nn.LayerNorm."
         )
+
     return exchange

@@ -119,6 +119,7 @@ class HeteroStages(SplittableConv):
                 else:
                     shared.append(full_name)
                     own_types.append(ntype)
+
         self.shared = tuple(shared)
         self.own_types = tuple(dict.fromkeys(own_types))
         self._read_types = tuple(dict.fromkeys((*self.cut_types.values(), *own_types)))
@@ -206,6 +207,7 @@ class HeteroStages(SplittableConv):
             else:
                 self._num_sums[relation.etype] = len(gathered)
                 sums_apart += gathered
+
         return (*sums.values(), *sums_apart)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
@@ -235,6 +237,7 @@ class HeteroStages(SplittableConv):
                     f"the first layer was not given the rows of node type {ntype!r}, which push_pull cuts "
                     "or reads beside cut rows. Pass them, or leave its edge types out of the HeteroGraphConv."
                 )
+
         if targets is not rows:
             for ntype, sources in rows.items():
                 check_targets(sources, targets.get(ntype), block.num_dst_nodes(ntype), ntype)
@@ -268,6 +271,7 @@ class HeteroStages(SplittableConv):
             else:
                 sums[target] = relation.stages.shift(sums[target])
                 added_types.add(target)
+
         for ntype in added_types:
             results[ntype].append(sums[ntype])
         results = {ntype: relation_rows for ntype, relation_rows in results.items() if relation_rows}

@@ -68,11 +68,13 @@ def read_call(
     neighbors = named[position + 1 : position + 2]
     if position > 0:
         neighbors.append(named[position - 1])
+
     # This must not depend on the number of rows of this rank, because all ranks must agree.
     for key, name, value in neighbors:
         is_of_nodes = not name.startswith("edge") and name not in _EDGE_ARGUMENTS
         if _is_by_type(value) or (is_of_nodes and _is_rows(value)):
             return GraphCall(named[position][2], key, value)
+
     return None
 
 
@@ -148,6 +150,7 @@ def trace_calls(
         stack.enter_context(preserve_state(model, training=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         (run or model)(blocks, x)
+
     return calls
 
 
@@ -174,6 +177,7 @@ def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
     norms = [module for module in modes if training and isinstance(module, nn.modules.batchnorm._NormBase)]
     means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     model.train(training)
+
     try:
         yield
     finally:

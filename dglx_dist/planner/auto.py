@@ -106,6 +106,7 @@ class Training:
             # Fan-outs become int, because JSON does not accept integers of NumPy.
             fanouts = [check_integer(f"fanouts[{i}]", size, least=-1) for i, size in enumerate(self.fanouts)]
             object.__setattr__(self, "fanouts", fanouts)
+
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, least=1))
         check_integer("epochs", self.epochs, least=1)
@@ -189,10 +190,12 @@ def resolve(
     candidate = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
     g.session.adopt(candidate.strategy, candidate.options)
     get_strategy(g.session)
+
     if candidate.cache is not None:
         fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
         _use_cache(g, candidate, fanouts, batch_size)
+
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
         advance.say(f"resuming with {candidate.name}, the strategy of the checkpoint")
@@ -219,6 +222,7 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
             f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
             f"(found: {name!r}). Name the strategy that it was trained with, and its options."
         )
+
     candidate = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
     if not isinstance(cache, dict):
         return candidate
@@ -242,6 +246,7 @@ def choose_in_job(
             f"the session was opened with strategy {session.strategy!r}, so there is nothing to choose. "
             f"Open it with strategy={AUTO!r}."
         )
+
     options = read_auto_options(session.options)
     remedy = "strategy 'auto' needs the same options on every rank"
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
@@ -249,12 +254,14 @@ def choose_in_job(
     check_choosable(g.dataset.manifest, str(g.dataset.folder), training.ntype)
     inputs = None if g.is_homogeneous else inputs
     _check_inputs(model, g, inputs)
+
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         with leave_unchanged(g, find_float_parameter(model).device):
             choice, draws = _choose(model, g, training, options, inputs, advance.show)
         advance(1)
         for line in choice.lines():
             advance.say(line)
+
     prediction = choice.chosen_prediction
     if prediction is None:
         raise ConfigError(f"{choice.why[0]} With auto, use the option memory=.")
@@ -320,6 +327,7 @@ def _choose(
     predictions = [predict(candidate, counts) for candidate in candidates]
     predictions, finalists = run_trials(predictions, race, notify)
     choice = choose(predictions, counts, constraints, finalists=finalists)
+
     # Clocks differ, but the choice must be the same on every rank.
     took_s = broadcast_json(time.perf_counter() - begin, g.session)
     return replace(choice, took_s=float(took_s)), draws
@@ -335,6 +343,7 @@ def _describe_model(
         options: dict[str, Any] = {"kind": training.kind or "", "is_guessed": training.kind is None}
         features = g.ndata[FEATURE].shape[1]
         return infer_shape(model, features, classes, training.num_layers, hidden=hidden, **options)
+
     if isinstance(model, RelationalModel) and inputs is not None:
         widths = inputs.feature_widths
         rows = [tensor for ntype, tensor in inputs.tensors.items() if ntype not in widths]
@@ -345,6 +354,7 @@ def _describe_model(
             kind=training.kind or type(model).__name__,
             trained_row_bytes=max((row.shape[1] * row.dtype.itemsize for row in rows), default=0),
         )
+
     layers = (LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     return ModelShape(
@@ -366,6 +376,7 @@ def _check_inputs(model: nn.Module, g: DistGraph, inputs: EntityInputs | None) -
             f"node data {FEATURE!r} has rows of shape {tuple(columns)}, but strategy {AUTO!r} supports only "
             "one row of columns per node. Name a strategy."
         )
+
     parts = (part for module in model.modules() for part in vars(module).values())
     if any(isinstance(part, DistEmbedding) for part in parts):
         raise ConfigError(f"the trials of {AUTO!r} would train the model's DistEmbedding. Name a strategy.")

@@ -61,6 +61,7 @@ def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
         cost = Cost()
     else:
         cost = COSTS.get(candidate.strategy).cost(candidate, counts)
+
     notes = [cost.note] if cost.note else []
     if candidate.epochs_factor != 1.0:
         notes.append(f"about {candidate.epochs_factor:g} x the epochs")
@@ -130,6 +131,7 @@ def choose(
             f"{constraints.full_graph_epochs:g} epochs of whole graphs, with one step each, "
             "are worth one epoch of mini-batches"
         )
+
     return Choice(
         graph=counts.graph,
         trained=counts.description,
@@ -169,6 +171,7 @@ def _explain(
             f"{fastest.candidate.name} takes {_ratio(fastest, picked, constraints):.2f} x as long, "
             f"but among candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
+
     strategy = picked.candidate.strategy
     allowed = [p for p in candidates if not any(_rank(p)) and p.epoch_seconds]
     alternatives = [p for p in allowed if p != fastest and p.candidate.strategy != strategy]
@@ -186,6 +189,7 @@ def _explain(
             f"{barred.candidate.name} would take {_format_seconds(barred.epoch_seconds)}, but is another "
             f"estimator, only with {barred.barred}"
         )
+
     too_large = [p.candidate.name for p in candidates if "GB a rank" in p.why_not]
     if too_large:
         reasons.append(f"these do not fit the memory: {', '.join(too_large)}")
@@ -201,6 +205,7 @@ def _find_nearest(allowed: Sequence[Prediction]) -> str:
             "smaller batches or fan-outs, more servers, or ranks with more memory (--memory, "
             "--device-memory)."
         )
+
     reasons = "; ".join(f"{p.candidate.name}: {p.why_not}" for p in allowed[:3])
     return f"no requested strategy can train this ({reasons or 'there is none'}). Try --unit any."
 

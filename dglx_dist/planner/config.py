@@ -62,6 +62,7 @@ class PlanConfig(ChoiceOptions, ModelConfig):
             if self.data not in (None, self.folder):
                 raise ConfigError(f"the dataset is {self.folder}, but --data is {self.data}. Use one.")
             object.__setattr__(self, "data", self.folder)
+
         if self.data is None:
             raise ConfigError("the folder DIR of a dataset is missing. Pass one that `dglx partition` wrote.")
         each = self.per_server

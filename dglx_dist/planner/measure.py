@@ -96,8 +96,10 @@ def count(
             f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node, so there is nothing to plan for. "
             "Partition a graph with training nodes."
         )
+
     context = _make_context(run, config)
     candidates = tuple(filter(config.is_offered, enumerate_candidates(context)))
+
     # Counting is collective, but each rank has its own registry.
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
@@ -108,6 +110,7 @@ def count(
         sizes = read_row_sizes(g, shape.gradient_bytes, run.ntype, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
         batches = count_batches(run, config.draws, caches, sizes)
+
     works = list_works((c for c in candidates if c.strategy not in shape.refusals), context)
     for work in works if is_counted else ():
         notify(work.describe(run.num_layers))
@@ -207,7 +210,9 @@ def predict_and_time(
                 if step is not None:
                     work_seconds[work] = step[1] * time_step(model, step[0], widths, ntype) * slowdown
             seconds = work_seconds[work]
+
         results.append(replace(prediction, compute_s=seconds))
+
     return results
 
 
@@ -281,6 +286,7 @@ def time_step(
             f"model(blocks, features) with {len(blocks)} blocks, one per fan-out, and must return a row of "
             "scores for each target."
         ) from error
+
     return statistics.median(seconds[1:])
 
 
@@ -315,6 +321,7 @@ def take_step(
         loss = cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64))
     else:
         loss = scores.square().mean()
+
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     optimizer.step()
@@ -373,6 +380,7 @@ def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seco
         # The next round should last long enough, but grow at most eightfold, because bursts look too fast.
         long_enough = num_bytes * 1.2 * _LONG_ENOUGH_S / max(round_s, 1e-9)
         num_bytes = int(min(max(long_enough, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
+
     return num_bytes / max(statistics.median(rounds[1:] or rounds), 1e-9)
 
 
@@ -380,9 +388,11 @@ def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: i
     streams = row_exchanges(session).streams
     barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
+
     if neighbors is not None:
         previous_rank, next_rank = neighbors
         outgoing = [Outgoing(rank=next_rank, rows=torch.zeros(num_bytes, dtype=torch.uint8))]
         incoming = [Incoming(rank=previous_rank, rows=torch.empty(num_bytes, dtype=torch.uint8))]
         streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=PROBE_PHASE)()
+
     return time.perf_counter() - begin

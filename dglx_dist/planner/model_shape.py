@@ -64,6 +64,7 @@ def infer_shape(
     except MODEL_ERRORS:
         layers = _list_registered(convs, features, hidden, classes, num_layers)
         first_learns = False
+
     inspected, refusals = _inspect(module, features)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return ModelShape(
@@ -96,6 +97,7 @@ def describe_relational(
     """
     relations_into = Counter(destination for _, _, destination in features.etypes)
     outputs = [module.hidden] * (module.num_layers - 1) + [classes]
+
     # Each relation has its own sum for every destination.
     summed = module.hidden * max(relations_into.values())
     inspected, refusals = _inspect(module, features)
@@ -169,6 +171,7 @@ def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tu
         for sources, targets in pairwise(sizes)
     ]
     x = torch.randn(sizes[0], features, generator=generator).to(like)
+
     # Layers that read the distributed graph would ask other ranks.
     readers = [conv for conv in module.modules() if isinstance(conv, SplittableConv)]
     with replace_forwards({conv: partial(_zeros, conv.widths().outputs) for conv in readers}):
@@ -193,6 +196,7 @@ def _list_registered(
         layers = tuple(replace(_read_widths(conv), sums_sources=sums_sources(conv)) for conv in convs)
     except ConfigError:
         layers = ()
+
     if len(layers) == num_layers:
         return layers
     # Rows are projected before they are summed if that makes them narrower.
@@ -210,4 +214,5 @@ def _inspect(module: nn.Module, features: int | TypedFeatures) -> tuple[dict[str
             refusals[name] = first_sentence(error)
         except MODEL_ERRORS as error:
             refusals[name] = f"its inspection of the model failed: {type(error).__name__}: {error}"
+
     return inspected, refusals

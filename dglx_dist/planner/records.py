@@ -322,5 +322,6 @@ class Choice:
             entry["epoch_seconds"] = prediction.epoch_seconds
             entry["bytes_outside"] = prediction.inter_server_bytes
             entry["bytes_inside"] = prediction.intra_server_bytes
+
         value["chosen"] = None if self.chosen_prediction is None else self.chosen_prediction.candidate.name
         return value

@@ -173,6 +173,7 @@ class _Race:
         turn_factor = 1
         self._begin = time.perf_counter()
         self._elapsed = 0.0
+
         for round_index in range(_MOST_ROUNDS):
             if self._are_equal() or self._is_over():
                 break
@@ -182,8 +183,10 @@ class _Race:
                 if is_late or contestant not in self.running:
                     continue
                 self._time_turn(contestant, turn_factor * contestant.steps_of_turn)
+
             self._drop_slower()
             turn_factor *= 2
+
         for contestant in self.running:
             self._record_trial(contestant)
 
@@ -191,6 +194,7 @@ class _Race:
         ordered = sorted(self.running, key=self._weigh_seconds)
         if not ordered:  # the strategies have refused all candidates in this round
             return
+
         # The negations round up, so that the larger half stays.
         half = -(-len(ordered) // 2)
         best = ordered[0]
@@ -266,6 +270,7 @@ class _Race:
             self.running.append(_Contestant(place=index, run=runs[0], seconds=[seconds], steps=steps))
         elif runs:
             runs[0].close()
+
         return problem
 
     def _time_turn(self, contestant: _Contestant, steps: int) -> None:
@@ -295,8 +300,10 @@ class _Race:
                 f"the trial of {name} failed: {type(error).__name__}: {error}. Name a strategy instead of "
                 f"{AUTO!r}, or exclude candidates with its option memory."
             ) from error
+
         elapsed = time.perf_counter() - self._begin
         reports = gather_json([seconds, steps, refusal, elapsed], self._session)
+
         # The clock of rank 0 decides for all ranks whether the time is over.
         self._elapsed = float(reports[0][3])
         refusal = next((str(report[2]) for report in reports if report[2]), "")
@@ -317,6 +324,7 @@ class CandidateRun:
         check_inputs(config.g, config.inputs, candidate.strategy)
         strategy = STRATEGIES.get(candidate.strategy)
         self._cache = None if candidate.cache is None else self._fill_cache(candidate, config.draws)
+
         with ExitStack() as stack:
             opened = strategy(self._g.session, candidate.options).open(self._g)
             stack.callback(opened.close)
@@ -329,6 +337,7 @@ class CandidateRun:
                 self._trainer = self._model.trainer(self._loader, self._optimizer, objective)
                 assert self._trainer is not None, "a strategy without support for own loops has a trainer"
                 stack.callback(self._trainer.close)
+
             # The first steps allocate memory, compile kernels and read files.
             with self._cache_in_use():
                 self._take_epochs(1) if self._trainer or len(self._loader) == 1 else self._take_steps(1)
@@ -410,6 +419,7 @@ class CandidateRun:
         store = self._g.kvstore
         column = self._find_column()
         store.set_cache(column.name, *self._cache)
+
         try:
             yield
         finally:
@@ -470,6 +480,7 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
         g.dataset.cache, session.trace = cache, trace
         session.step_share, session.model_share = shares
         session.ledger.restore(ledger_before)
+
     barrier(session, "the end of the trials")
     if session.is_first_on_machine:
         shutil.rmtree(folder, ignore_errors=True)

@@ -158,6 +158,7 @@ def count_rank(
         inputs = counter.add(stages.make(step))
         if inputs_of is not None:
             inputs_of.append(inputs)
+
     sources, targets, edges = counter.sizes.tolist()
     return RankCount(
         seeds=len(own_seeds),
@@ -216,6 +217,7 @@ class _BatchCounter:
             num_remote = int(_is_outside(ids, self._server_ranges[name]).sum())
             self.remote_rows[name] += num_remote
             self.peer_rows[name] += int(_is_outside(ids, self._rank_ranges[name]).sum()) - num_remote
+
         targets = _by_type(batch.output_nodes, self._g)[ntype]
         self.remote_seeds += int(_is_outside(targets, self._server_ranges[ntype]).sum())
 
@@ -288,6 +290,7 @@ def simulate_look_ahead(
         rows.claim()
         hits = sum(batch.hits for batch in look_ahead(announce(epoch), {FEATURE: rows}, fetch))
         rows.release()
+
     return hits, count * row_bytes + extra
 
 
@@ -411,6 +414,7 @@ def count_batches(
         options: dict[str, Any] = {"ntype": run.ntype, "inputs_of": inputs if caches else None}
         count = count_rank(run.g, draws, run.seeds, placement, **options)
         previous: list[Inputs] = []
+
         # Counting is collective, and the condition is equal on all ranks.
         if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
             count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, placement, inputs_of=previous)
@@ -420,6 +424,7 @@ def count_batches(
             _count_cache(cache, location, rows, cached_rows, sizes.features[run.ntype]) for cache in caches
         ]
         counts.append(replace(count, caches=list(map(asdict, cache_hits))))
+
     gathered = gather_json([asdict(count) for count in counts], run.g.session)
     ranks = [RankCount(**count) for counts_here in gathered for count in counts_here]
     return combine_counts(ranks, partition.topology, sizes)
@@ -459,6 +464,7 @@ def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[t
         for alpha in alphas:
             masks[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
             mask[select_top_rows(scores, own_range, int(alpha * (own_range[1] - own_range[0])))] = True
+
     return masks
 
 
@@ -480,6 +486,7 @@ def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
         seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
         rank_seeds = {ntype: seeds[: draws.most_seeds]}
         total += compute_access_probability(shards, counts, rank_seeds, fanouts, draws.batch_size)[ntype]
+
     return total
 
 
@@ -507,6 +514,7 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
                 piece = indices[start : start + _EDGES_AT_ONCE]
                 cut += int(np.count_nonzero(_is_outside(piece, (first, end))))
         train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
+
     stats = estimate_graph_stats(manifest, servers, train)
     return replace(stats, edge_cut=cut / max(stats.edges, 1))
 
@@ -519,6 +527,7 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
     }
     cut = float(str(manifest.quality.get("edge_cut", 0.0)))
     parts = manifest.num_parts
+
     # If P parts are on fewer servers, edges between parts of one server are not cut.
     cut_factor = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
@@ -541,6 +550,7 @@ def check_plannable(manifest: Manifest, where: str) -> str:
         ntype = manifest.node_types[0]
         _check_columns(manifest, where, ntype, (FEATURE, TRAIN_MASK))
         return ntype
+
     trained = [ntype for ntype, columns in manifest.node_columns.items() if TRAIN_MASK in columns]
     if len(trained) != 1:
         raise ConfigError(
@@ -548,6 +558,7 @@ def check_plannable(manifest: Manifest, where: str) -> str:
             "plan is for nodes of one type. Partition a graph with a split of one node type, or "
             "compare strategies in a run with `dglx train --strategy auto`."
         )
+
     return trained[0]
 
 

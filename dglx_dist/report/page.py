@@ -69,6 +69,7 @@ def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells]
     title = escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
     rows = {name: flat_cells({**summary, "auto": {}}) for name, summary in summaries.items()}
+
     # The figures are in the order of the page, because the script finds their places by number.
     learning = _curves(figures, runs)
     costs = [_cost(figures, name, runs[name]) + _traffic(figures, name, summaries[name]) for name in runs]
@@ -140,6 +141,7 @@ def _memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
         ranks = [f"rank {rank}" for rank in range(len(held))]
         if held:
             bars.append(_bar(_label(name), ranks, [num_bytes / 1e6 for num_bytes in held], color))
+
     layout = _axes("", "MB", showlegend=len(bars) > 1)
     return figures.place("peak memory of each rank", bars, layout) if bars else ""
 
@@ -174,6 +176,7 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
             column = ranks.index(destination)
             sums[row][column] = (sums[row][column] or 0) + num_bytes
             parts[row][column] += f"<br>{_label(phase)}: {format_bytes(num_bytes)}"
+
     texts = [["" if total is None else format_bytes(total) for total in row] for row in sums]
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
     trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
@@ -203,6 +206,7 @@ def _plan(figures: _Figures, name: str, plan: Values) -> str:
             else candidate["why_not"] or candidate["not_tried"] or candidate["barred"] or candidate["note"]
         )
         rows[place] = flat_cells({key: candidate[key] for key in _PLANNED} | {"remark": remark})
+
     outcome = flat_cells(plan["outcome"] or {})
     reasons = [*plan["why"], *(f"measured {key}: {text}" for key, (_, text) in outcome.items())]
     listed = "".join(f"<li>{escape(str(candidate))}</li>" for candidate in (*reasons, *plan["assumptions"]))
@@ -232,6 +236,7 @@ def _table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -
             key = "" if value is None else escape(str(value))
             body += f'<td data-value="{key}">{escape(text)}</td>'
         body += "</tr>"
+
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

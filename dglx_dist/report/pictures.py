@@ -79,6 +79,7 @@ def _choose(
             f"the trace has no {unit} from {first} to {last}, only {batch_ids[0]} to {batch_ids[-1]}. Choose "
             "others with --batches FIRST:LAST."
         )
+
     return max(first, batch_ids[0]), min(last, batch_ids[-1])
 
 
@@ -116,6 +117,7 @@ def _picture(
         # Names of the user may contain formula characters.
         text.set(text=escape_lines(text.get_text()), parse_math=False)
     kind = Path(path).suffix[1:]
+
     # An interruption does not damage an earlier picture.
     with replace_atomically(Path(path)) as partial:
         figure.savefig(partial, dpi=100, format=kind if kind in ("pdf", "svg") else "png")
@@ -136,6 +138,7 @@ def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     trained = [(e.epoch, e.train_accuracy) for e in epochs if not math.isnan(e.train_accuracy)]
     if trained:
         right.plot(*zip(*trained, strict=True), color="#4c72b0", label="train accuracy")
+
     # The first metric decides which epoch is the best.
     name = next((name for e in epochs for name in e.metrics if name.startswith("val_")), "val_accuracy")
     scores = [(e.epoch, e.metrics.get(name, e.val_accuracy)) for e in epochs]
@@ -159,9 +162,11 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
         heights = [getattr(e, field) for e in epochs]
         axes.bar(numbers, heights, bottom=bottom, color=color, label=name)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+
     for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
+
     # The first epoch compiles kernels. At full height it would flatten all others.
     warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
     if bottom and bottom[0] > 2 * warm > 0:
@@ -283,6 +288,7 @@ def draw_trace(
         units = "batches"
         if any(span.name == "forward M" for rank in trace.ranks for span in rank.spans):
             names = SHORT | SPLIT
+
     rows = [row for rank in trace.ranks for row in _list_rows(rank, window, by_epoch)]
     heading = f"{title}: {units} {first} to {last}, {describe_overlap(trace)}"
     with _picture(path, (13, 1.4 + 0.38 * len(rows)), heading) as (axes,):
@@ -295,6 +301,7 @@ def draw_trace(
                 waits = is_wait(span)
                 _draw_box(axes, height, ends, color, waits=waits, hatched=is_backward)
                 label = names.get(span.name, span.name) + ("" if color_id is None else f"{prefix}{color_id}")
+
                 # Nested spans come later and lie on top.
                 left, right = _clip(_longest_part(span, spans[index + 1 :]), window)
                 if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0]):
@@ -302,6 +309,7 @@ def draw_trace(
                     axes.text((left + right) / 2, height, label, **style)
         axes.set(xlim=(0, 1e3 * (window[1] - window[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+
     return first, last
 
 
@@ -326,6 +334,7 @@ def describe_overlap(trace: TraceFile) -> str:
         row = WORKER
         no_spans = "no task of a worker"
         overlap_text = "the workers' time beside graph servers"
+
     fraction = overlap(trace, row)
     return no_spans if fraction is None else f"{format_percent(fraction)} of {overlap_text}"
 
@@ -339,6 +348,7 @@ def _longest_part(span: Span, later: Sequence[Span]) -> Span:
             break
         gaps.append((begin, cover.begin_s))
         begin = max(begin, cover.end_s)
+
     gaps.append((begin, span.end_s))
     left, right = max(gaps, key=lambda part: part[1] - part[0])
     return replace(span, begin_s=left, end_s=right)

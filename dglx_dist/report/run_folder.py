@@ -59,6 +59,7 @@ def start_run(
             _write_atomically(target / METRICS, "".join(map(_epoch_line, kept)))
         elif (target / SUMMARY).is_file():
             log.warning("replacing the finished run in %s (no checkpoints, or --overwrite)", target)
+
         stale = [SUMMARY, PICTURE] + ([] if kept else [METRICS]) + ([PLAN] if plan is None else [])
         for name in stale:
             (target / name).unlink(missing_ok=True)
@@ -107,6 +108,7 @@ def read_run(folder: str | Path) -> Run:
                 f"{source} has no {name}. It is not a run, or the run stopped before its first epoch ended. "
                 f"Repeat `dglx train DIR --out {source}`."
             )
+
     return Run(
         folder=source,
         config=_read_object(source / CONFIG),
@@ -164,6 +166,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
             epochs.append(record)
     except (OSError, ConfigError) as error:
         raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
+
     return tuple(epochs)
 
 

@@ -88,6 +88,7 @@ def build_plan_table(choice: Choice) -> Table:
     table = _table(names, _PLAN_LEGEND.format(seconds=seconds))
     for column, wraps in ((1, True), (-2, False), (-1, True)):
         table.columns[column].justify, table.columns[column].no_wrap = "left", not wraps
+
     for row, prediction in enumerate(choice.predictions):
         eligible = prediction.feasible and not prediction.barred
         style = "bold" if row == choice.picked else ("" if eligible else "dim")
@@ -95,6 +96,7 @@ def build_plan_table(choice: Choice) -> Table:
         last = eligible and any(successor.barred or not successor.feasible for successor in following)
         cells = zip(_PLAN_COLUMNS, _plan_cells(prediction, chosen=row == choice.picked), strict=True)
         table.add_row(*(cell for name, cell in cells if name not in hidden), style=style, end_section=last)
+
     return table
 
 
@@ -218,6 +220,7 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
         if name.startswith("val_") and name != "val_accuracy":
             # The heading has two lines, because link prediction has five metrics.
             scores[name.replace("_", "\n", 1)] = [format_score(record.metrics.get(name)) for record in epochs]
+
     costs = dict(zip(_EPOCH_COLUMNS, map(list, zip(*map(_epoch_cells, epochs), strict=True)), strict=False))
     if any(record.cache_hit_rate is not None for record in epochs):
         costs["hits"] = [format_percent(record.cache_hit_rate) for record in epochs]
@@ -284,6 +287,7 @@ def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     for run, summary in summaries.items():
         scores = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
         metrics[run] = {name: value for name, value in scores.items() if isinstance(value, float)}
+
     # An earlier run may have other metrics.
     runs = list(metrics.values())
     shared = [name for name in runs[0] if all(name in run_metrics for run_metrics in runs)]
@@ -382,6 +386,7 @@ def build_expansion_table(
             format_bytes(nodes * row_bytes),
             f"{times:.2f}",
         )
+
     return table
 
 

@@ -212,12 +212,14 @@ class WrappedModel(nn.Module, ABC):
             module = self._get_module()
             if name.startswith("_") or module is None:
                 raise
+
         value = getattr(module, name)
         if torch.is_grad_enabled() and (isinstance(value, Tensor) or callable(value)):
             raise AttributeError(
                 f"{name!r} belongs to the wrapped module, so its gradients would stay on this rank; call it "
                 f"in forward(), or use model.module.{name} where it does not train"
             )
+
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -582,6 +584,7 @@ def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
             "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a dgl.distributed script does "
             "not call; run `dglx plan` to find a strategy, and give its name"
         )
+
     return AUTO
 
 
@@ -617,6 +620,7 @@ def begin(
         session.fail(error)
         session.close(failed=True)
         raise
+
     return session
 
 
@@ -672,4 +676,5 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
             "dglx_dist.strategies.base.count_targets(len(targets), session) before the forward call, or "
             "wrap with reduction='sum'"
         )
+
     return share.num_local / share.num_global

@@ -113,6 +113,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
             group_type = (parameter.dtype, parameter.device)
         groups[-1].append(index)
         size += num_bytes
+
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
 
 
@@ -190,6 +191,7 @@ class GradientExchange:
             # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(). Its results
             # are not summed.
             _on_accumulation(anchor, lambda _: self._begin(weight, holds))
+
             # A user's hook on an unused parameter would be called with None, so such parameters are left out.
             parameters = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
             results = _Mark.apply(anchor, len(outputs), *outputs, *parameters)  # type: ignore[no-untyped-call]  # torch does not annotate this
@@ -286,10 +288,12 @@ class GradientExchange:
                 )
             self._holds &= holds
             return
+
         if self._graph_task != NO_BACKWARD:
             # An earlier backward raised an error. Its sums may still run, so its buckets cannot be reused.
             self._in_flight = []
             self._layout = ()
+
         self._graph_task = graph_task
         self._weight = weight
         self._holds = holds
@@ -301,9 +305,11 @@ class GradientExchange:
             self._layout = layout
             self._buckets = make_buckets(self._parameters, self._bucket_bytes)
             self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+
         for bucket in self._buckets:
             bucket.clear()
         callback = self._finish
+
         # Autograd drops the callback when the backward ends, even if it ends with an error.
         self._callback = weakref.ref(callback)
         call_after_backward(callback)
@@ -317,12 +323,14 @@ class GradientExchange:
         if gradient is held.shown and get_version(gradient) == held.version:
             return held.before
         del self._held[index]
+
         if gradient is not None and gradient.any():
             raise ConfigError(
                 f"the gradient of {self._names[index]!r} was changed between a backward under no_sync() and "
                 "the backward that sends it; clip or scale gradients after the last backward, outside of "
                 "no_sync()"
             )
+
         return gradient
 
     def refuse_held(self, optimizer: Optimizer) -> None:
@@ -358,6 +366,7 @@ class GradientExchange:
                     "summed; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             return
+
         gradient = parameter.grad
         if gradient is None:
             # No output of this rank depends on the parameter. The hook runs because of the mark.
@@ -367,6 +376,7 @@ class GradientExchange:
                 f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be as large "
                 "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
             )
+
         self._bucket_of[index].put(index, gradient, self._weight)
         if index in self._held:
             self._bucket_of[index].add(index, self._held.pop(index).local)
@@ -393,6 +403,7 @@ class GradientExchange:
             work.get_future().add_done_callback(
                 lambda _: add("all-reduce D", NETWORK, begin, time.perf_counter())
             )
+
         return work
 
     def _finish(self) -> None:
@@ -408,6 +419,7 @@ class GradientExchange:
                 # These buckets are in use until their sums have arrived, so the next call needs new ones.
                 self._layout = ()
             sums = self._wait_oldest(self.delay)
+
         for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             total = sums.get(index)
             if total is None:
@@ -422,6 +434,7 @@ class GradientExchange:
                 parameter.grad.copy_(total)
             else:
                 parameter.grad = total.clone()
+
         self.after(self._weight)
         self._graph_task = NO_BACKWARD
         self._sent_gradients = []
@@ -441,6 +454,7 @@ class GradientExchange:
             for work in works:
                 if work is not None:
                     work.wait()
+
         self.waited_s += time.perf_counter() - started
         return _collect_sums(buckets)
 

@@ -112,6 +112,7 @@ def check_same_model(
     ]
     remedy = "build the model from the same configuration on every rank"
     check_equal(session, "the wrapped model", description, remedy)
+
     # All ranks have the same devices here, so the following errors are raised on all of them.
     if session.device.type != "meta" and torch.device("meta") in name_by_device:
         raise ConfigError(
@@ -119,6 +120,7 @@ def check_same_model(
             "no values; before wrapping, call model.to_empty(device=dx.local_device()), then initialise or "
             "load the model"
         )
+
     if len(name_by_device) > 1:
         parts = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
         raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")

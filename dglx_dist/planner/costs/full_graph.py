@@ -137,6 +137,7 @@ class FullGraphScheme(Work):
             [ids] if num_batches == 1 else compose_batches(ids, num_batches, "random", seed=partition.seed)
             for ids in split_by_server(partition, run.plan_seeds)
         ]
+
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
         topology = partition.topology
@@ -253,6 +254,7 @@ def decode_work(sizes: Array, topology: Topology) -> FullWork:
     leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
     server = np.array(topology.server_of_rank)
     is_same = server[:, None] == server
+
     # Numbers of halo rows by receiving rank, layer and sending rank.
     halo = received.sum(axis=0).reshape(world_size, layers, world_size)
     trained_rows = trained.sum(axis=0)
@@ -322,6 +324,7 @@ class FullGraphCosts(CostModel):
             return Cost(why_not=f"servers have training nodes for at most {work.steps} batches")
         if options.aggregate == "cover":
             return _build_cover_cost(counts, work)
+
         # If there are several batches, none of them keeps the features of its halo.
         use_pp = work.steps == 1
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
@@ -331,6 +334,7 @@ class FullGraphCosts(CostModel):
             pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
             moved = count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp)
             memory += 4 * sum(moved.values()) // counts.cluster.ranks
+
         return _build_cost(counts, traffic, memory)
 
 
@@ -352,9 +356,11 @@ def _build_cover_cost(counts: EpochCounts, sources: FullWork) -> Cost:
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
     if (work := sources.cover) is None:
         return Cost(why_not="its covers were not counted, because the graph is too large")
+
     # Products are applied to own rows, before the exchange if that makes rows narrower.
     narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
     counts = replace(counts, shape=replace(counts.shape, layers=narrowed))
+
     # The blocks of source rows are kept in addition to those of the covers.
     blocks = sum(_list_structure_bytes(sources.largest))
     memory = estimate_memory(counts, work) + round(ALLOCATOR_OVERHEAD * blocks)
@@ -420,6 +426,7 @@ def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDty
     )
     halo = work.outside[0] * row if use_pp else 0
     one_planner = work.steps == 1 or counts.cluster.ranks_per_server == 1
+
     # The width of exchanged rows is unknown for a guessed shape.
     widths_known = not counts.shape.is_guessed or not (outside or inside)
     return build_traffic(

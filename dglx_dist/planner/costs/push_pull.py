@@ -77,6 +77,7 @@ def _measure(model: nn.Module, stages: SplittableConv, *, known: bool, sum_width
     cut = [stages.get_parameter(name) for name in stages.cut]
     split = {id(parameter) for parameter in cut}
     replicated = [parameter for parameter in model.parameters() if id(parameter) not in split]
+
     # Parameters used before the sum have a gradient on every rank, and need no flag.
     unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
     return FirstLayer(
@@ -152,6 +153,7 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
         assert survey.first_layer is not None, "layers of several types need counts by type"
         typed = typed_bytes(survey.first_layer, first, ranks=ranks, group_size=size, pushed=pushed)
         return {**typed, **beside}
+
     num_values = survey.first_targets * first.sum_width
     num_values += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
     return {
@@ -215,6 +217,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
     phases = column_bytes(survey, first, group_size=size, pushed=pushed)
     trained_outside, trained_inside = survey.trained_rows.traffic(counts.shape.trained_row_bytes)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
+
     # Ordered pairs of different ranks of a group, and the number of pairs on different servers.
     pairs = cluster.ranks * (size - 1)
     groups = np.array(cluster.server_of_rank).reshape(-1, size)
@@ -230,6 +233,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
         outside = cut_bytes * far // cluster.ranks
         sums_outside += outside
         sums_inside += cut_bytes - outside
+
     remote_bytes = counts.graph.all_feature_bytes * (cluster.servers - 1) // cluster.servers
     is_aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
     return build_traffic(

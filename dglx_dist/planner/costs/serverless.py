@@ -86,6 +86,7 @@ def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Top
         num_own = np.count_nonzero((sources >= first) & (sources < last))
         outside += int(num_outside)
         inside += int(len(sources) - num_outside - num_own)
+
     return HaloCounts(outside=outside, inside=inside)
 
 
@@ -146,10 +147,12 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
                 rows = sizes.nodes if step.per == "node" else sizes.edges
                 totals["lambda_down"] += count(pulled_items(program, task.step, task.direction), rows)
                 totals["lambda_up"] += count(given_items(program, task.step, task.direction), rows)
+
             weights = sum(map(math.prod, program.weights_of(task.step).values())) * itemsize
             weights *= sizes.intervals if on_worker else sizes.remote_intervals
             totals["weights_down"] += weights
             totals["weights_up"] += weights * (task.direction is not Direction.FORWARD)
+
     return totals
 
 
@@ -168,6 +171,7 @@ def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic
         remote_intervals=intervals * (cluster.ranks - 1),
     )
     phases = serverless_bytes(program, sizes)
+
     # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
     read = bytes_of_read(program.weight_shapes, program.dtype)
     phases["weights_read"] = read * (cluster.ranks - 1)
@@ -175,6 +179,7 @@ def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     startup_bytes = halo.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
+
     # Degrees and data of edges that are read before the first epoch are not counted.
     is_exact = halo.is_complete and not shape.is_guessed
     return build_traffic(outside, inside, (0, 0), startup_bytes=startup_bytes, is_exact=is_exact)

@@ -42,16 +42,19 @@ def read_edge_request(
             "along the same edges in all steps; leave it out and mark these edges by "
             "NeighborSampler(..., mask=), or use strategy='data_parallel'"
         )
+
     if options.batches > 1:
         raise ConfigError(
             f"option batches={options.batches} computes the rows of a part of the nodes in each step, but "
             "edges and their negatives end at any node; leave batches out"
         )
+
     if options.staleness:
         raise ConfigError(
             f"option staleness={options.staleness} reuses rows of the previous epoch, but each batch of "
             "edges needs rows of other nodes; use staleness=0"
         )
+
     return checked
 
 

@@ -145,6 +145,7 @@ def cluster_seeds(
         edges = keep_edges_from(in_edges, nodes)
         sources.append(np.searchsorted(nodes, edges.sources))
         destinations.append(np.repeat(np.searchsorted(nodes, chunk), np.diff(edges.indptr)))
+
     graph = RawGraph(
         name="the nodes of a server",
         num_nodes={NODE_TYPE: len(nodes)},
@@ -195,10 +196,12 @@ def choose_external(
             is_excluded = position < len(exclude) and exclude[position] == source
             if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
+
             if fanout < 0:
                 selected[num_chosen] = source
                 num_chosen += 1
                 continue
+
             score = scores[edge] if len(scores) > 0 else 0
             draw = mix(key ^ mix(np.uint64(source)))
             if count == fanout:
@@ -208,14 +211,17 @@ def choose_external(
             else:
                 slot = count
                 count += 1
+
             while slot > 0 and (-score, draw) < (-best_scores[slot - 1], best_draws[slot - 1]):
                 best_sources[slot], best_draws[slot] = best_sources[slot - 1], best_draws[slot - 1]
                 best_scores[slot] = best_scores[slot - 1]
                 slot -= 1
+
             best_sources[slot], best_draws[slot], best_scores[slot] = source, draw, score
         for slot in range(count):
             selected[num_chosen] = best_sources[slot]
             num_chosen += 1
+
     return selected[:num_chosen]
 
 
@@ -296,11 +302,13 @@ def select_external(
                     edges.indptr, edges.sources, nodes, selected, edge_scores, options.fanout, stream
                 )
                 external.append(np.unique(external_sources))
+
         new_nodes = np.setdiff1d(np.concatenate(external), selected)
         if not len(new_nodes):
             break
         selected = np.union1d(selected, new_nodes)
         frontier = new_nodes
+
     return selected
 
 
@@ -370,4 +378,5 @@ def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
         layers = closure.counts[1:][np.isin(closure.counts[1:], group)]
         num_layers = len(layers) - np.searchsorted(np.sort(layers), row_indices, side="right")
         weights[f"layers_{group_index}"] = num_layers * degrees
+
     return weights

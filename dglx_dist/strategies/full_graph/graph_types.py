@@ -117,6 +117,7 @@ class UnifiedGraph:
             places = np.arange(len(edges.sources)) + np.repeat(shifts, np.diff(edges.indptr))
             sources[places] = self.nodes.from_typed(self.ntypes.index(source), edges.sources)
             edge_ids[places] = self.edges.from_typed(number, edges.edge_ids)
+
         return InEdges(indptr=starts[:: len(pieces)], sources=sources, edge_ids=edge_ids)
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
@@ -275,6 +276,7 @@ class _Splitter:
                 edge_ids=edge_ids[edges],
                 cover=plan.covers[number * len(plan.layers) + depth] if plan.covers else None,
             )
+
         edge_counts = plan.edge_counts.reshape(len(plan.layers), -1)[depth]
         counts = zip(relations, edge_counts, strict=True)
         skipped = [etype for etype, count in counts if not count]

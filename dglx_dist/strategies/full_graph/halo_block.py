@@ -270,6 +270,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         elif isinstance(message, BinaryMessageFunction) and message.name == "u_mul_e":
             name = message.lhs_field
             weights = (message.rhs_field, self.edata[message.rhs_field])
+
         rows = own_rows(name) if name and message.out_field == reduce.msg_field else None
         if rows is None or not rows.is_floating_point():
             return {}
@@ -332,6 +333,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
                 DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
                 return
             columns = reduce_without_edges(block, message_func, reduce_func)
+
         if apply_node_func is not None:
             columns = self.apply_to_targets(apply_node_func, columns)
         self.set_columns(1, ALL, columns)
@@ -436,12 +438,14 @@ def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tens
     sources = layer.num_sources + needs_repeated_row(layer)
     if count == sources:
         return h
+
     if count != layer.own_rows:
         raise ConfigError(
             f"source rows of shape {tuple(h.shape)} for a block of {layer.own_rows} own rows, {sources} "
             f"sources and {layer.targets} destinations; pass a layer the uncut output of the "
             "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
         )
+
     rows = exchange.exchange(h, None if kept is None else kept[: len(layer.halo_nodes)])
     # The repeated source has no edge, so its gradient is zero.
     return torch.cat([rows, h[:1].detach()]) if needs_repeated_row(layer) else rows

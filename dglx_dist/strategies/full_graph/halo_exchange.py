@@ -170,11 +170,13 @@ class HaloExchange:
         stale: StaleHalos | None = self._exchanges.stale
         if kept is None and stale is not None and torch.is_grad_enabled():
             return cast("Tensor", _AppendLate.apply(self, stale.next_late_rows(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
+
         if kept is None and self._exchanges.late is not None and current_backward() != NO_BACKWARD:
             raise ConfigError(
                 f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
                 "are not available; use recompute='keep' or 'none'"
             )
+
         return cast("Tensor", _Append.apply(self, h, kept, False))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
@@ -197,6 +199,7 @@ class HaloExchange:
         else:
             local_rows.copy_(h)
             halo.copy_(kept)
+
         return sources
 
     def return_gradients(self, gradient: Tensor) -> Tensor:
@@ -208,12 +211,14 @@ class HaloExchange:
         gradient = gradient.detach()
         local_gradient = gradient[: self.own_rows]
         halo = gradient[self.own_rows :]
+
         # Half precision would round after each addition.
         sum_dtype = torch.float32 if gradient.dtype in HALVES else gradient.dtype
         total = torch.empty(local_gradient.shape, dtype=sum_dtype, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
         received = self._reserve_memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
+
         # The two iterators copy and add rows while the messages are on their way.
         additions = add_rows(total, self.rows_on(total.device), incoming)
         self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(local_gradient, total), additions))
@@ -231,6 +236,7 @@ class HaloExchange:
         else:
             rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
             outgoing, incoming = self.messages(copy_to_host([rows])[0], target, phase)
+
         self._swap(outgoing, incoming, phase, () if local_rows is None else copy_rows(h, local_rows))
         if not is_readable:
             halo.copy_(target, non_blocking=True)
@@ -343,6 +349,7 @@ class CoverExchange:
         remote = self._fetch_weights(*weights) if is_number else None
         if remote is None:
             return None
+
         # Weights are already applied to partial sums.
         edge_weights = torch.cat([edge_weights, edge_weights.new_ones(1, *edge_weights.shape[1:])])[index]
         rows = self._exchange_rows(h, ops.u_mul_e_sum(partial, h, remote))
@@ -410,6 +417,7 @@ class _AppendLate(torch.autograd.Function):
             halo.rows_on(own_gradient.device), _cut_by_counts(received, received_counts), strict=True
         ):
             total.index_add_(0, rows, part.to(total))
+
         return None, None, total.to(own_gradient.dtype)
 
 
@@ -445,6 +453,7 @@ class LateRows:
             raise ConfigError(
                 f"{name} ran twice in one step; add up the losses and call backward once, or use staleness=0"
             )
+
         _, received_counts = halo.counts(phase)
         self.arrive(keep=self._peers in (None, received_counts))
         self.is_used, self._peers = True, received_counts
@@ -494,12 +503,14 @@ class StaleHalos:
                 if not late.is_used:
                     late.arrive(keep=False)
                 late.is_used = False
+
         if self._passes > _MAX_PASSES:
             raise ConfigError(
                 f"{_MAX_PASSES} forward passes ran without a change of the weights, which would end an "
                 "epoch of staleness=1; change them by an optimizer, or in place under torch.no_grad(), not "
                 "by .data"
             )
+
         previous, self._exchanges.stale = self._exchanges.stale, self
         try:
             yield

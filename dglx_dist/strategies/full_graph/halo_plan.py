@@ -142,6 +142,7 @@ def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets:
     match_of_source = maximum_bipartite_matching(graph, perm_type="column")
     matched_source = np.full(num_targets, -1)
     matched_source[match_of_source[match_of_source >= 0]] = np.flatnonzero(match_of_source >= 0)
+
     # Alternating paths lead from source to source. An extra node has edges to all unmatched sources, so one
     # search from it finds all sources on alternating paths.
     edge_sources = np.repeat(np.arange(num_sources), np.diff(graph.indptr))
@@ -194,6 +195,7 @@ class PairCover:
             largest = max(rows.max(initial=-1), sources.max(initial=-1))
             if is_consistent and counts.sum() == len(sources) and largest < num_rows:
                 return cls(rows=rows, targets=NO_IDS, counts=counts, sources=sources, edges=NO_IDS)
+
         raise PeerError(
             f"rank {rank} asks for partial sums of rows that this rank does not send to it; run the same "
             "version on all ranks, on the same files"
@@ -215,6 +217,7 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
             # Other edge types read the rows of this rank.
             is_sent = np.zeros(count, bool)
             is_summed = np.zeros(0, bool)
+
         is_summed_edge = ~is_sent[sources]
         covers[rank] = PairCover(
             rows=np.flatnonzero(is_sent),
@@ -224,6 +227,7 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
             edges=edges[is_summed_edge],
         )
         first_source += count
+
     return covers
 
 
@@ -238,6 +242,7 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
         send.append((rank, np.concatenate([rows[pair.rows], sums])))
         summands.append(rows[pair.sources])
         own_rows += len(sums)
+
     is_kept = np.ones(len(layer.indices), bool)
     new_rows = np.arange(layer.num_sources)
     old_row = layer.own_rows
@@ -250,6 +255,7 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
         new_row += len(pair.rows) + len(pair.targets)
         sum_rows.append(np.arange(new_row - len(pair.targets), new_row))
         old_row += count
+
     edges = np.flatnonzero(is_kept)
     pairs = received.values()
     target = np.concatenate([_expand_edge_targets(layer)[edges], *(pair.targets for pair in pairs)])
@@ -352,6 +358,7 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
         if layer is not None and layer["cover"] is not None:
             layer["cover"] = _read_cover(layer["cover"])
         layers.append(HaloLayer(**layer) if layer is not None else layers[-1])
+
     covers = tuple(map(_read_cover, plan.pop("covers")))
     return RankPlan(layers=tuple(layers), covers=covers, **plan)
 

@@ -192,6 +192,7 @@ class PlanSource:
         """Epoch and step expected by the next request."""
         self.row_cache: PlanCache | None = None
         """Cache on disk for the columns of planned rows, or None if they are not kept on disk."""
+
         if isinstance(maker.seeds, ServerSeeds):
             counts = maker.seeds.counts
             if not 1 <= spec.num_batches <= max(counts):
@@ -199,8 +200,10 @@ class PlanSource:
                     f"batches={spec.num_batches} cooperative batches, but the servers have "
                     f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
                 )
+
             self._sizes = maker.seeds.sizes(spec.num_batches)
             cache = self._cache = _open_cache(g, maker.seeds, spec) if maker.mask is None else None
+
             # Ranks make plans together. If one rank lacks a plan on disk, all ranks make it again.
             own_steps = [step for step in range(spec.num_batches) if cache is not None and cache.holds(step)]
             planned_steps: Sequence[Any] = gather_json(own_steps, g.session)
@@ -259,6 +262,7 @@ class PlanSource:
                 self._on_disk.add(step)
             else:
                 self._held[step] = plan
+
         if len(self) == 1:
             # The loader keeps its features as long as it gets the same object.
             self._held[step] = plan
@@ -348,10 +352,12 @@ class ColumnReader:
                 pulls[name] = pull, column, cache
             else:
                 rows[name] = stored
+
         for name, (pull, column, cache) in pulls.items():
             rows[name] = pull()
             if cache is not None:
                 cache.write_rows(column, ids, rows[name])
+
         return rows
 
     def _convert(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -384,6 +390,7 @@ class HaloBatch:
         exchanges: list[TypeExchanges] = []
         self.blocks: list[AnyHaloBlock] = []
         """Input layer first."""
+
         for depth, layer in enumerate(typed_plan.layers):
             if depth and layer is typed_plan.layers[depth - 1]:
                 # Deep models have many layers with one structure. It is stored on the device once.
@@ -395,6 +402,7 @@ class HaloBatch:
                     halo.rows_on(device, copy)
                 block = _build_block(g, layer, typed_plan.nodes, exchanges[-1], request.mask)
                 self.blocks.append(place(block, device, copy=copy))
+
         first, last = self.blocks[0], self.blocks[-1]
         edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(typed_plan).items()}
         first_halos, first_rows = exchanges[0], typed_plan.layers[0].rows
@@ -403,12 +411,14 @@ class HaloBatch:
             for name, rows in _copy_all(columns, copy).items():
                 value = repeat_first_row(rows, first_rows[ntype]) if filled else OwnRowsColumn(rows)
                 first.srcnodes[ntype].data[name] = value
+
         for ntype, columns in reader.targets(typed_plan).items():
             last.dstnodes[ntype].data.update(_copy_all(columns, copy))
         for block, layer in zip(self.blocks, typed_plan.layers, strict=True):
             for etype, columns in edges.items():
                 count = len(layer.relations[etype].edge_ids)
                 block.edges[etype].data.update({name: rows[:count] for name, rows in columns.items()})
+
         own_nodes = {ntype: copy(torch.from_numpy(ids)) for ntype, ids in typed_plan.nodes.items()}
         own_input = own_nodes if len(own_nodes) > 1 else own_nodes[g.ntypes[0]]
         self.input_nodes: NodeIds = first.srcdata[dgl.NID] if filled else own_input
@@ -496,11 +506,13 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         self._use_pp = use_pp
         self._kept: HaloBatch | None = None
         device = request.device
+
         # A kept batch is copied once. Copies through page-locked memory would keep all that memory.
         self._copies = open_copy_stream(device) if is_on_torch_path(device) and not self._keeps else None
         # A kept batch may need an exchange, which must run on the thread of the training loop.
         num_threads = 0 if self._keeps else 1
         super().__init__(g.session, seed=request.seed, depth=request.depth, num_threads=num_threads)
+
         # Opening connections is collective, so it cannot be left to the look-ahead thread.
         row_exchanges(self._session)
         if self._keeps:

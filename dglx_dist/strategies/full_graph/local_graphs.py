@@ -148,6 +148,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
                     moved_rows = graph.ndata[name]
                     sources = column.sources.to(device, **kwargs)
                     prefetched.append(_ExchangedColumn(moved_rows, get_version(moved_rows), sources))
+
         graph._prefetched = tuple(prefetched)
         return graph
 
@@ -284,6 +285,7 @@ def local_graph(
                 f"{g.session.strategy!r} would weight like own rows; use dx.distribute(graph, "
                 "strategy='full_graph'), or the same strategy in dx.init"
             )
+
         check_one_type("dx.local_graph", g)
         check_graph(g)
         names = list(g.ndata) if columns is None else columns
@@ -309,6 +311,7 @@ def local_graph(
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
             # Rows are sent in the stored type, which may be half as wide as the compute type.
             graph.keep_halo(name, memory.convert(exchange.fetch(rows, phase=PHASE)))
+
     if targets is not None and targets in graph.ndata:
         graph.step_share = count_targets(int(graph.ndata[targets].sum()), g.session)
     return place(graph, g.session.device)

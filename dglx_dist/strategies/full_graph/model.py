@@ -64,12 +64,14 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         raise_for_reverse("EdgeWeightNorm('both')")
     if not (blocks := _find_blocks(args, kwargs)):
         return None
+
     if isinstance(module, _NO_BLOCKS):
         raise ConfigError(
             f"{type(module).__name__} got a block, but DGL supports it on whole graphs only, because it "
             "writes rows where it reads them (like layers of several hops); call the model as model(g, x) "
             "with g = dx.local_graph(...)"
         )
+
     call = _find_rows(module, args, kwargs)
     if call is not None and isinstance(call.graph, TypedHaloBlock):
         args, kwargs = _complete_types(module, call, args, kwargs)
@@ -85,6 +87,7 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         for key, name, value in named_arguments(module.forward, args, kwargs):
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == call.graph.own_rows:
                 args, kwargs = _replace_argument(args, kwargs, key, call.graph.all_rows(value))
+
     if not all(map(_has_rows, blocks)):
         EmptyPartition(module).turn_on()
     return args, kwargs
@@ -148,6 +151,7 @@ def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{type(module).__name__} got a dict of rows for a block of one node and one edge type; pass the "
             "rows as a tensor"
         )
+
     # A tensor cannot have rows of several types.
     return None if call is not None and not is_dict and len(call.graph.srctypes) > 1 else call
 
@@ -248,21 +252,25 @@ class HaloModel(ReplicatedModel):
         if not graphs:
             return self._call_without_halo(args, kwargs)
         _check_not_weighted((args, kwargs))
+
         if self.training:
             self._rows.step = graphs[0].step_number
             self._dropouts.begin(graphs[0].step_number, find_pass_ids(graphs[0]))
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.
                 graphs[0].step_number += 1
+
         stale: AbstractContextManager[None] = nullcontext()
         if self._stale is not None and self.training and torch.is_grad_enabled():
             # The versions of the weights identify an epoch, which lasts until the optimizer's step.
             versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
             stale = self._stale.active(sum(versions))
+
         pairs: PairRows | None = getattr(graphs[-1], "pair_rows", None)
         num_gathers = 0 if pairs is None else pairs.num_calls
         in_model = nullcontext() if pairs is None else pairs.in_model(self._dropouts.continue_with)
         has_targets = all(map(_has_rows, graphs))
+
         # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange and
         # another rank after it.
         empty = nullcontext() if has_targets else EmptyPartition()
@@ -284,8 +292,10 @@ class HaloModel(ReplicatedModel):
             if pairs is not None:
                 pairs.expect(output, 1.0)
             return self._exchange.mark(output, 1.0)
+
         share = find_share((graphs,), self._session)
         weight = world_size * gradient_weight(share, self._reduction)
+
         # Blocks before the last one have no share, because their rows are inputs of another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
         if pairs is not None:
@@ -293,6 +303,7 @@ class HaloModel(ReplicatedModel):
             pairs.expect(output, weight)
         elif not is_even:
             output = weigh_gradients(output, weight)
+
         # The factors W and 1 / W cancel, except for a penalty on the parameters. It bypasses the model's
         # output and must count once in total.
         return self._exchange.mark(output, 1.0 / world_size)
@@ -322,10 +333,12 @@ def _check_not_weighted(arguments: Any) -> None:
         if node is None or node in visited:
             continue
         visited.add(node)
+
         if getattr(node, "_forward_cls", None) is WeighGradients:
             raise ConfigError(
                 "the input of a wrapped model is the output of a wrapped model, so gradients would be "
                 "weighted twice by this rank's share of the targets; put both into one nn.Module and wrap "
                 "that, or wrap both with reduction='sum'"
             )
+
         nodes += [next_node for next_node, _ in node.next_functions]

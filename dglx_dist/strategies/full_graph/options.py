@@ -99,16 +99,19 @@ class FullGraphOptions:
                 f"options staleness=1 and wire_dtype={self.wire_dtype!r} cannot be combined, because late "
                 "rows are sent in their own type; leave one of the two out"
             )
+
         if self.external_fanout is None and self.external_hops:
             raise ConfigError(
                 f"external_hops={self.external_hops} needs external_fanout, the number of external "
                 "neighbours that a node may take; give external_fanout=15 (the paper's value) or -1 for all"
             )
+
         if self.eas is None and self.external_inner != "server":
             raise ConfigError(
                 f"option external_inner={self.external_inner!r} needs expansion-aware sampling; leave it "
                 "out, or add external_hops=1 and external_fanout=15 (the paper's values)"
             )
+
         if self.eas is not None and self.hops is not None:
             raise ConfigError(
                 f"option hops={self.hops} means that later layers exchange rows with other servers, but with "
@@ -201,6 +204,7 @@ def _warn_of_ignored(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) 
         ignored.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
     if batch_size is not None:
         ignored.append(f"batch_size={batch_size} (leave it out)")
+
     if ignored:
         warn_user(
             f"{strategy} takes all neighbours of all seeds and ignores {' and '.join(ignored)}; "
@@ -217,6 +221,7 @@ def _read_arguments(
             f"exclude= removes edges from mini-batches, but {strategy} trains on the whole graph; partition "
             "a graph without these edges"
         )
+
     plan = read_sampler(sampler)
     if plan.fanouts is None:
         raise ConfigError(
@@ -224,6 +229,7 @@ def _read_arguments(
             "of all seeds; give dgl.dataloading.MultiLayerFullNeighborSampler(number of layers) or "
             f"{NeighborSampler.__name__}, or use strategy='data_parallel'"
         )
+
     mask = plan.weights if _is_mask(g, plan) else None
     if mask is None:
         plan.check_takes_all(strategy)

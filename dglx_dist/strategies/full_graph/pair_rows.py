@@ -72,6 +72,7 @@ class PairRows:
         """
         own_rows = self._read_own_rows(h)
         self.num_calls += 1
+
         # A rank may score no pairs of a type, but in backward it must reach the exchanges of its peers.
         rows = join_gradients(
             {ntype: self._types[ntype].gather(own_rows[ntype]) for ntype in sorted(own_rows)}
@@ -82,6 +83,7 @@ class PairRows:
             # In a pass over several node types, dropouts do not know the nodes of rows.
             for ntype, type_rows in rows.items():
                 self._note_nodes(self._types[ntype].nodes.to(type_rows.device))
+
         return rows if isinstance(h, Mapping) else rows[next(iter(rows))]
 
     def _read_own_rows(self, h: Any) -> Mapping[str, Tensor]:
@@ -94,6 +96,7 @@ class PairRows:
                     f"{', '.join(ntypes)}; pass a dictionary of rows by node type"
                 )
             h = {ntypes[0]: h}
+
         for ntype, rows in h.items():
             if ntype not in ntypes:
                 raise ConfigError(

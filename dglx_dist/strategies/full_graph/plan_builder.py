@@ -172,6 +172,7 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
         ]
         covered = yield from _cover_layers(topology.world_size, relations)
         plan = replace(plan, covers=tuple(layer.cover for layer in covered if layer.cover is not None))
+
     return plan
 
 
@@ -240,6 +241,7 @@ def _compute_server_rows(
                 edges.append(chunk if allowed is None else keep_edges_from(chunk, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
             read_ids = np.unique(np.concatenate(sources))
+
             # Sources of all levels so far are needed, because the levels above did not add rows of other
             # servers.
             computed = sources_so_far = np.union1d(sources_so_far, read_ids)
@@ -247,9 +249,11 @@ def _compute_server_rows(
                 outgoing = {rank: [ids] for rank, ids in _split_by_leader(context, read_ids).items()}
                 received = yield PlanStep(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
                 computed = np.unique(np.concatenate([ids for (ids,) in received.values()]))
+
             levels.append(np.setdiff1d(computed, known_rows, assume_unique=True))
             known_rows = np.union1d(known_rows, levels[-1])
             advance(1)
+
         lengths = [np.diff(chunk.indptr) for chunk in edges]
         rows = KHopNeighborhood(
             nodes=np.concatenate(levels),
@@ -263,7 +267,9 @@ def _compute_server_rows(
         else:
             members = topology.ranks_of_server(topology.server)
             holders = members[0] + split_rows(rows, len(members), context.seed)
+
         advance(1)
+
     return replace(rows, holders=holders.astype(np.int32))
 
 
@@ -329,6 +335,7 @@ def _read_layers(
         inside = (own_rows.sources >= first) & (own_rows.sources < last)
         outside = np.flatnonzero(~inside & own_rows.is_read_by(hops + 1))
         all_holders[outside] = yield from _find_holders(context, hops, own_rows.sources[outside], server_rows)
+
     own_index = RowPositions(own_rows.nodes, num_nodes).find(own_rows.sources)
     layers: list[HaloLayer] = []
     for layer in range(1, len(counts)):
@@ -336,6 +343,7 @@ def _read_layers(
         holders = all_holders if layer > hops else server_holders
         rank = context.topology.rank
         layers.append(layers[-1] if is_same else _build_layer(own_rows, layer, holders, own_index, rank))
+
     return layers
 
 
@@ -352,6 +360,7 @@ def _find_holders(
     requests = {rank: [NO_IDS] for rank in ranks}
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
     received = yield PlanStep(name="requests for holders", among=ranks, outgoing=requests)
+
     # The index takes as much memory as the server's rows, so it is built once for all requests.
     index = RowPositions(server_rows.nodes, int(context.bounds[-1]))
     answers = {}
@@ -359,6 +368,7 @@ def _find_holders(
         positions = index.find(requested)
         assert not (positions < 0).any(), "another server requests rows that this one does not compute"
         answers[rank] = [server_rows.holders[positions].astype(np.int64)]
+
     holders = yield PlanStep(name="holders of rows", among=ranks, outgoing=answers)
     return np.concatenate([holders[rank][0] for rank in serving])
 
@@ -374,6 +384,7 @@ def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Arr
     indptr = own_rows.indptr[: num_targets + 1]
     source_of = own_rows.source_of[: indptr[-1]]
     halo_sources = np.flatnonzero(own_rows.is_read_by(layer) & (holders != rank))
+
     # Sources ascend, so they still ascend within each rank after a stable sort by rank.
     halo_sources = halo_sources[np.argsort(holders[halo_sources], kind="stable")]
     row_of_source = own_index.copy()
@@ -410,6 +421,7 @@ def _finish_layers(
         counts = [_SAME_AS_PREVIOUS if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
         ids = [NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
         requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
+
     received = yield PlanStep(name="requested rows", among=ranks, outgoing=requests)
     sent = {rank: _find_requested_rows(own_rows, index, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
@@ -421,6 +433,7 @@ def _finish_layers(
         else:
             send = tuple((rank, rows[i]) for rank, rows in sent.items() if len(rows[i]))
             finished.append(replace(layer, send=send))
+
     return finished
 
 
@@ -431,6 +444,7 @@ def _find_requested_rows(own_rows: _RankRows, index: RowPositions, message: Sequ
     rows_of_layers = [NO_IDS]
     offset = 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
+
     for layer, count in enumerate(counts.tolist()):
         if count == _SAME_AS_PREVIOUS:
             rows_of_layers.append(rows_of_layers[-1])
@@ -440,6 +454,7 @@ def _find_requested_rows(own_rows: _RankRows, index: RowPositions, message: Sequ
             "a requested row is not computed at the level of its layer"
         )
         offset += count
+
     return rows_of_layers[1:]  # The first entry is only the predecessor of layer 1.
 
 
@@ -458,6 +473,7 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
                 f"rank {rank} sends partial sums of {len(arrays)} layers, but this rank has {len(layers)}; "
                 "give the sampler the same number of layers on every rank"
             )
+
     covered_layers: list[HaloLayer] = []
     messages: dict[int, Array] = {}
     for i, layer in enumerate(layers):
@@ -470,6 +486,7 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
         received = {rank: messages.get(rank, NO_IDS) for rank, _ in layer.send}
         sent = {rank: PairCover.from_message(rank, received[rank], len(rows)) for rank, rows in layer.send}
         covered_layers.append(replace(layer, cover=build_cover(layer, covers[i], sent)))
+
     return covered_layers
 
 
@@ -503,6 +520,7 @@ def make_all_plans(
                 waiting[rank] = generators[rank].send(answer)
             except StopIteration as finished:
                 plans[rank] = finished.value
+
     return [plans[rank] for rank in range(topology.world_size)]
 
 
@@ -548,6 +566,7 @@ class PlanExchange:
         self._job += 1
         self._mailbox.begin(self._job)
         self._current[0] = self._job
+
         try:
             yield self._job
         except FailedOnAnotherRankError:
@@ -645,6 +664,7 @@ class Planner:
             if server_rows is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             return {leader: shared_rows}
+
         return {leader: server_rows}
 
 
@@ -669,6 +689,7 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], i
             for holder in np.unique(holders):
                 num_covered += _count_cover_rows(sources[holders == holder], targets[holders == holder])
         num_rows += {ntype: len(np.unique(np.concatenate(ids))) for ntype, ids in sources_by_type.items()}
+
     return {ntype: num_rows[ntype] for ntype in manifest.node_types}, num_covered
 
 
@@ -685,6 +706,7 @@ def _read_foreign_edges(
         foreign_edges = np.flatnonzero((sources < first) | (sources >= last))
         targets = offsets[etype[2]][part] + np.searchsorted(indptr, foreign_edges, "right") - 1
         edges_by_part.append((sources[foreign_edges], targets))
+
     sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
     return sources, targets
 
@@ -711,6 +733,7 @@ def check_graph(g: DistGraph) -> None:
             f"server {server} of {servers} owns none of the {counts.sum()} nodes of {g.name}; "
             f"{command if counts.sum() >= servers else ''}start fewer servers"
         )
+
     if topology.world_size > counts.sum():
         raise ConfigError(
             f"{g.name} has {counts.sum()} nodes for {topology.world_size} ranks; start at most as many "

@@ -204,6 +204,7 @@ class SharedPreload(_FullGraphStrategy):
         num_layers = context.num_layers
         for hops in sorted({1, num_layers - 1} - {0, num_layers}):
             yield from _add_cover(hops=hops)
+
         # With one rank per server, nothing is exchanged, so covers make no difference.
         yield from _add_cover() if context.ranks > context.servers else [Candidate(unit="full_graph")]
         for hops in _EXTERNAL_HOPS:

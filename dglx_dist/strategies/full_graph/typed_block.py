@@ -81,6 +81,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
                 f"{key!r} selects {len(numbers)} of the edge types {self.canonical_etypes}, but a block with "
                 "rows on several ranks has slices of one type; use block[source, relation, destination]"
             )
+
         etype = self.canonical_etypes[numbers[0]]
         degrees = None if self._fetch_out_degrees is None else partial(self._fetch_out_degrees, etype=etype)
         block = HaloBlock(

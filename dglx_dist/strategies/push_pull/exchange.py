@@ -75,6 +75,7 @@ def make_group(session: Session, size: int) -> Group:
         raise ConfigError(
             f"group_size={size} does not divide the {world_size} ranks; choose one of {', '.join(divisors)}"
         )
+
     first_rank = rank // size * size
     return Group(
         rank=rank,
@@ -182,6 +183,7 @@ class AsyncExchange:
         parts = range(self._group.size)
         if not peers:
             return lambda: [own_part]
+
         # One tensor may go to several members.
         rows = {id(tensors[part]): tensors[part].detach().contiguous() for part, _ in peers}
         received = {part: like[part].new_empty(like[part].shape) for part, _ in peers}
@@ -193,6 +195,7 @@ class AsyncExchange:
         elif not is_on_host(own_part):
             rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
             received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in peers}
+
         outgoing = [Outgoing(rank=rank, rows=rows[id(tensors[part])]) for part, rank in peers]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in peers]
         name = phase if batch is None else f"{phase} of batch {batch}"
@@ -244,9 +247,11 @@ def share_edge_values(
                 f"the first layer's {name!r} has shape {list(uncut.shape)}, but each part needs its own "
                 f"columns of it; give one value for each of the {width} input columns, or use data_parallel"
             )
+
         pieces = [uncut] * group.size if cuts is None else [cut_out(uncut, columns, 1) for columns in cuts]
         piece = pieces[group.part]
         like = [piece.new_empty((part.block.num_edges(), *piece.shape[1:])) for part in inputs]
+
         # Other parts number the edges by their position in the CSC.
         *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
         tensors = [part_columns[edge_ids.long()] for part_columns in pieces] if len(edge_ids) else pieces
@@ -363,6 +368,7 @@ class CutGradient(Tensor):
                     return first._join_norms(result, _order(args, kwargs))
                 if name in _JOINS and result.dim() == 0:
                     return _JOINS[name](first._gather(result), 0)
+
         return result
 
     def _gather(self, value: Tensor) -> Tensor:

@@ -138,6 +138,7 @@ class ColumnSlice:
         column = store.column(self.key)
         has_all_columns = len(self.columns) == self.columns.width
         complete_shards = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
+
         # Values of a writable tensor may change after this call.
         if complete_shards and has_all_columns and not column.writable:
             return complete_shards[0]
@@ -244,6 +245,7 @@ def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Sess
     shows_progress = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
     session.rpc.register(op, partial(_serve_columns, store))
+
     with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shows_progress) as advance:
         stack.callback(session.rpc.unregister, op)
         barrier(session, "loading columns")
@@ -278,6 +280,7 @@ def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> I
                     stream.append(piece)
                     yield piece.nbytes
                 writer.publish(column_slice.facts)
+
             rows = column_slice.read()
             if rows is None:
                 raise FileNotFoundError("it was removed")
@@ -287,12 +290,14 @@ def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> I
             raise  # It is a ConnectionError and thus an OSError, but has nothing to do with the file.
         except OSError as error:
             column_slice.problem = f"{column_slice.folder.path} cannot be written ({error})"
+
     rows = np.empty(column_slice.shape, column_slice.dtype)
     first_row = 0
     for piece in pieces():
         rows[first_row : first_row + len(piece)] = piece
         first_row += len(piece)
         yield piece.nbytes
+
     rows.flags.writeable = False
     column_slice.rows = rows
 
@@ -309,6 +314,7 @@ def _iterate_pieces(store: KVStore, column_slice: ColumnSlice, session: Session,
             pending.append(session.rpc.submit(rank, op, column_slice.key, arrays, phase=PHASE))
             if len(pending) == IN_FLIGHT:
                 yield pending.popleft().result()[0]
+
     while pending:
         yield pending.popleft().result()[0]
 
@@ -440,6 +446,7 @@ class ColumnStores:
         )
         request = {"node type": ntype, "features": list(names), "parts": group.size}
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
+
         # Stores that have a feature in common share its slice.
         open_slices = {
             name: column_slice
@@ -458,6 +465,7 @@ class ColumnStores:
                 g.session.topology.world_size,
                 problems[0],
             )
+
         self._opened[key] = ColumnStore(
             [open_slices.get(column_slice.name, column_slice) for column_slice in slices], group, g.session
         )
@@ -482,6 +490,7 @@ def _make_column_slice(g: DistGraph, ntype: str, name: str, group: Group) -> Col
             f"{name!r} has rows of shape {tuple(shape)}, but push_pull splits matrices by column; store it "
             "as one row of numbers per node, or as (V, 1) if there is a single number"
         )
+
     if column.on_read is not None:
         raise ConfigError(f"{name!r} is computed by a handler when read; write it to a tensor first")
     columns = deal_out_columns(shape[0], group.size)[group.part]

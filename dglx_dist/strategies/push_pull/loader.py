@@ -126,10 +126,12 @@ class BlockSchema:
                 f"arrays {descriptions} are no block; it has {num_arrays + has_counts} one-dimensional "
                 "integer arrays"
             )
+
         num_sources = [len(ids) for ids in arrays[:num_types]]
         counts = arrays[-1].tolist() if has_counts else [len(arrays[1]) - 1]
         if len(counts) != num_types or any(not 0 <= n <= m for n, m in zip(counts, num_sources, strict=True)):
             raise ValueError(f"{counts} destinations of {num_sources} sources are no block")
+
         for source, target, (indptr, indices) in self._pair_edges(arrays[num_types:num_arrays]):
             if (
                 not len(indptr)
@@ -160,6 +162,7 @@ class BlockSchema:
             block = build_block(indptr, indices, num_sources[0], self._etypes[0])
         else:
             block = self._types.block(edges, None, (num_sources, counts))
+
         return OwnerBlock(block, dict(zip(self._ntypes, nodes, strict=True)))
 
 
@@ -224,6 +227,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
         if any(column.cache or (column.ahead and is_replicated) for column in columns):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
+
         # All ranks construct their loaders in the same order, so the loaders have the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
         self._wide = max(map(g.num_nodes, g.ntypes)) >= SMALL_NODES
@@ -242,6 +246,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             "structure": options.structure,
             "look_ahead": self._looks_ahead,
         }
+
         # This is also a barrier, so that all ranks have registered their remote calls before one iterates.
         check_equal(session, "a loader of push_pull", settings)
         self._iteration = -1
@@ -274,6 +279,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             stream.close()
             if hook is not None:
                 hook.remove()
+
         for pipeline in [reference() for reference in self._pipelines]:
             if pipeline is not None:
                 pipeline.drain()
@@ -331,11 +337,13 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         group = self._group
         schema = self.schema
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
+
         # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
         op = f"{self._label}.seeds"
         types = list(loader.items.ids)
         arrays = list(loader.items.ids.values())
+
         # This is collective, so that all ranks can answer before one asks.
         run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
         weakref.finalize(self, session.rpc.unregister, op)
@@ -396,6 +404,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         """
         group_batch, part = made.group_batch, self._group.part
         epoch, step = divmod(group_batch.number, len(self))
+
         # The inner loader is not iterated, but it numbers the steps of the batches that it delivers.
         self._inner.first_number = self.first_number
         self._inner.set_epoch(epoch)
@@ -409,6 +418,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             nodes = {ntype: ids.long() for ntype, ids in moved_nodes.items()}
             for ntype, ids in nodes.items():
                 block.srcnodes[ntype].data[dgl.NID] = ids
+
         for ntype, columns in inputs[part].columns.items():
             block.srcnodes[ntype].data.update(columns)
         # The batch gets a view of the user's block, because that refers to the batch. A reference cycle would
@@ -485,6 +495,7 @@ class GroupStages(Stages[GroupedBatch]):
                 if self._resample is None
                 else self._resample(step)
             )
+
         made.fetch_s += time.perf_counter() - begin
 
     def build(self, made: GroupedBatch) -> None:
@@ -517,12 +528,14 @@ def split_prefetch(
         edge_sampler = copy.copy(sampler)
         edge_sampler.sampler, cut_names = split_prefetch(g, sampler.sampler, names)
         return edge_sampler, cut_names
+
     plan = read_sampler(sampler)
     if plan.has_edge_weights:
         raise ConfigError(
             "LaborSampler with prob= or importance_sampling= sets edge_weights on blocks, but push_pull does "
             "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
+
     feats = plan.node_feats
     cut_names = dict(names)
     if len(names) == 1:
@@ -535,6 +548,7 @@ def split_prefetch(
         names_by_type = {str(ntype): columns for ntype, columns in feats.items()}
     else:
         return sampler, cut_names  # The inner loader refuses names without a type.
+
     kept: dict[str, list[str]] = {}
     for ntype, prefetched in names_by_type.items():
         if len(names) == 1 or cut_names.get(ntype):
@@ -542,6 +556,7 @@ def split_prefetch(
             matrices = [name for name in prefetched if name in data and len(data[name].shape) == 2]
             cut_names[ntype] = tuple(dict.fromkeys([*cut_names[ntype], *matrices]))
         kept[ntype] = [name for name in prefetched if name not in cut_names.get(ntype, ())]
+
     reduced_sampler = copy.copy(sampler)
     reduced_sampler.prefetch_node_feats = kept if len(names) > 1 else kept[ntype]
     return reduced_sampler, cut_names

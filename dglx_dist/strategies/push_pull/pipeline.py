@@ -81,6 +81,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{cls.__name__} uses uncut parameters, but this rank only has some of their columns, so its "
             f"steps would differ from those of one process; {remedy}"
         )
+
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
@@ -164,6 +165,7 @@ class VersionLog:
         if not any(ref() is optimizer for ref in self._known):
             check_optimizer(optimizer)
             self._known.append(weakref.ref(optimizer))
+
         # A replaced optimizer may still exist, so a parameter belongs to the last one that stepped it.
         self._known = [
             ref
@@ -180,12 +182,14 @@ class VersionLog:
         sides = {self._side[key] for key in self._find_stepped(optimizer)}
         if not sides:
             return
+
         # If the model was called twice on a batch, there is one gradient, the sum of both.
         entries = dict.fromkeys(key for key in self.waiting if key[1] in sides)
         self.waiting = [key for key in self.waiting if key not in entries]
         self.versions.extend(Version(*key, self.steps[key[1]]) for key in entries)
         for side in {side for _, side, _ in entries}:
             self.steps[side] += 1
+
         # If an optimizer steps twice while the part side's gradients wait, no optimizer has them.
         if not any(side == "M" for _, side, _ in self.waiting):
             self._stepped_without_part = set()
@@ -368,6 +372,7 @@ class PartSide:
                 if share.requires_grad:
                     shares.append(share)
                     received.append(gradient)
+
         gradients: Sequence[Tensor | None] = [None] * len(inputs)
         if shares and inputs:
             gradients = torch.autograd.grad(shares, inputs, received, allow_unused=True)
@@ -390,6 +395,7 @@ class PartSide:
                 parameter = self.parameters[name]
                 addend = gradient.detach()
                 parameter.grad = addend if parameter.grad is None else parameter.grad + addend
+
         for ntype, origin in batch.origins.items():
             if not batch.source_gradients or origin.embedding is None:
                 continue
@@ -398,6 +404,7 @@ class PartSide:
             if len(self._group.replicas) > 1:
                 rows = self._gather_replicas(rows, [by_type[ntype] for by_type in batch.sources])
             origin.embedding.add_gradients(rows)
+
         mark_pieces(self._pieces, self._session, self._group.size)
 
     def _sum_gradients(
@@ -418,6 +425,7 @@ class PartSide:
             ]
         )
         pieces = torch.split(all_reduce(flat_gradients), [leaf.numel() for leaf in leaves])
+
         # Concatenation has promoted several dtypes to the widest.
         pairs = zip(names, pieces, leaves, strict=True)
         return {name: piece.view_as(leaf).to(leaf.dtype) for name, piece, leaf in pairs}
@@ -466,6 +474,7 @@ def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | No
             dist.new_group(list(range(part, session.topology.world_size, group.size)), timeout=limit)
             for part in range(group.size)
         ]
+
     return groups[group.part]
 
 
@@ -512,6 +521,7 @@ class Pipeline(Shared):
         self._one_version = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
+
         # Embeddings get their gradients by rows, so batches have no leaves of them.
         embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*part.parameters.values(), *embeddings], owner.parameters)
@@ -560,6 +570,7 @@ class Pipeline(Shared):
                 "other ranks do not know it; use the batches of dglx_dist.DataLoader, and model.whole() to "
                 "compute without the other ranks"
             )
+
         looks_ahead = self._looks_ahead and torch.is_grad_enabled()
         if looks_ahead:
             # A second call would replace the weights of the first before its backward.
@@ -569,6 +580,7 @@ class Pipeline(Shared):
                     f"with depth={self._depth}; call it once for each batch, or use depth=1"
                 )
             self._last_called = weakref.ref(group_batch)
+
         spec = read_input_spec(layer, stage_input, self._provenance)
         own_rows = self._read_own_rows(layer, stage_input)
         self._agree_on_edges(stage_input.edges)
@@ -582,6 +594,7 @@ class Pipeline(Shared):
                     "the inputs of the model's first layer are computed in another way than for the previous "
                     "batch, which several batches at once do not support; use depth=1"
                 )
+
         if looks_ahead:
             self._begin_following(layer, group_batch, spec)
         sums = self._wait_timed(batch.sums, f"{WAIT} for the pull", batch.number)
@@ -625,10 +638,12 @@ class Pipeline(Shared):
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph is not supported here)"
             )
+
         for gradient, shares in zip(gradients, batch.shares, strict=True):
             # A mean over no targets is NaN, and NaN times a weight of 0 is NaN.
             weighted_gradient = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
             batch.pushes.append(self._activations.push(weighted_gradient, shares, BACKWARD, batch.number))
+
         self._pushed.append(batch)
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
@@ -701,6 +716,7 @@ class Pipeline(Shared):
                     for part, (part_input, values) in enumerate(zip(inputs, edges, strict=True))
                 ]
                 batch.shares = compute_shares(layer, stage_inputs, self._group, self._activations)
+
             batch.pulls = [self._activations.pull(part, FORWARD, batch.number) for part in batch.shares]
         return batch
 
@@ -726,6 +742,7 @@ class Pipeline(Shared):
             rows = own_rows if is_own else own_rows.new_zeros(len(part_input.nodes[ntype]), 0)
             runs = (ColumnRange(first=0, last=width, width=width),)
             inputs[ntype] = make_input(ntype, rows, runs)
+
         return inputs
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:

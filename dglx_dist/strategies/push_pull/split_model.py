@@ -209,11 +209,13 @@ class ColumnDropout:
             drop = self._provenance.dropouts.drop
             result = drop(x, dropout.p, module=self._number, edges=self._edges, nodes=nodes)
             return functional.dropout(x, dropout.p) if result is None else result
+
         if dropout.inplace:
             raise ConfigError(
                 "nn.Dropout(inplace=True) would change the loader's features, which batches in flight need; "
                 "use inplace=False"
             )
+
         step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)
         result = step.apply(x, own, origin)
         self._provenance.add(result, origin.with_step(step))
@@ -235,6 +237,7 @@ class ColumnEmbedding:
         self.cut = {"weight": 1}
         self._embedding, self._provenance = embedding, provenance
         self._origin = Origin(ntype=ntype, runs=runs, embedding=self)
+
         for option in ("max_norm", "scale_grad_by_freq"):
             if value := getattr(embedding, option):
                 raise ConfigError(
@@ -260,6 +263,7 @@ class ColumnEmbedding:
                 f"batch's input nodes, but it was given other ids of shape {tuple(x.shape)}; call it with "
                 "input_nodes, or with blocks[0].srcdata[dgl.NID]"
             )
+
         # The first layer gets rows that the origin computes, so that a batch keeps the rows it began with.
         rows = self.weight.detach()[nodes]
         self._provenance.add(rows, self._origin)
@@ -283,6 +287,7 @@ class ColumnEmbedding:
             total = torch.sparse_coo_tensor(ids, gradients, weight.shape, check_invariants=True).coalesce()
         else:
             total = torch.zeros_like(weight).index_add_(0, nodes, gradients)
+
         weight.grad = total if weight.grad is None else weight.grad + total
 
 
@@ -322,11 +327,13 @@ class ColumnLayerNorm:
                 "normalizes a later layer of that width, register it after the first layer; to normalize "
                 "anything but unchanged features, use strategy='data_parallel'"
             )
+
         if not origin.is_raw or origin.runs != self._runs:
             raise ConfigError(
                 f"LayerNorm({width}) was given features that were changed before, so their mean and variance "
                 "would need all columns in every batch; apply the norm first, or use strategy='data_parallel'"
             )
+
         with torch.no_grad():
             rows = self.apply(x, own, origin)
         self._provenance.add(rows, origin.with_step(self))
@@ -390,6 +397,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
             "and torch.nn.Embedding of the node ids may replace the features; for anything else use "
             "strategy='data_parallel'"
         )
+
     own_edges = layer.own_edges(arguments.block).keys()
     for name, values in arguments.edges.items():
         if values.requires_grad:
@@ -397,6 +405,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
                 f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
                 "use strategy='data_parallel'"
             )
+
     computed = {name: values for name, values in arguments.edges.items() if name not in own_edges}
     keys = {name: _find_edge_key(values, arguments.block) for name, values in computed.items()}
     return InputSpec(origins=origins, keys=keys)
@@ -440,6 +449,7 @@ def find_input_modules(
                 "variance would depend on the owner of a batch and on the order of batches; use "
                 "torch.nn.LayerNorm, normalize the features before training, or use strategy='data_parallel'"
             )
+
     embeddings = {
         name: embedding
         for name, embedding in embeddings_of_all_nodes(model, num_nodes)
@@ -456,6 +466,7 @@ def find_input_modules(
             "but their mean and variance change with every step and need all columns; leave the norm out, or "
             "use strategy='data_parallel'"
         )
+
     replacements: dict[nn.Module, InputModule] = {}
     replacements |= {rows: ColumnEmbedding(rows, provenance, ntype, runs) for rows in embeddings.values()}
     if norms:
@@ -463,6 +474,7 @@ def find_input_modules(
         replacements |= {
             norm: ColumnLayerNorm(norm, provenance, runs, moments_of_rows) for norm in norms.values()
         }
+
     return replacements
 
 
@@ -558,6 +570,7 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     for name, parameter in uncut.items():
         piece = module.get_parameter(name)
         memo[id(piece)] = nn.Parameter(parameter, piece.requires_grad)
+
     try:
         result = copy.deepcopy(module, memo)
     except (TypeError, ConfigError) as error:
@@ -565,10 +578,12 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
             f"{type(module).__name__} holds an object that cannot be copied ({error}), but its uncut form is "
             "a copy; keep such objects out of the model, or give their class a __deepcopy__"
         ) from error
+
     for inner in result.modules():
         if name := inner.__dict__.pop(_OWN_FORWARD, ""):
             del inner.__dict__[name]
         inner.__dict__.pop("run_parts", None)
+
     return result
 
 
@@ -628,6 +643,7 @@ def split_model(
         moments = stores[ntype].moments
         num_nodes = schema.num_nodes[ntype]
         inputs |= find_input_modules(model, first, provenance, ntype, part_runs, moments, num_nodes=num_nodes)
+
     inputs |= find_dropouts(model, provenance, seed)
     # The stages of the first layer apply its own dropout.
     replaced_modules = inputs.keys() - layer.split_modules()
@@ -655,6 +671,7 @@ def split_model(
         if isinstance(input_module, ColumnDropout):
             # Set like this, because modules register attributes that are modules.
             vars(module)[DROP_ROWS] = forward
+
     for (module, inner_name), (dimension, ntype) in dimensions.items():
         cut_in_place(module, {inner_name: dimension}, own_runs[ntype])
     if layer is not first:
@@ -697,6 +714,7 @@ def _find_cuts(
         cut_parameters.setdefault(
             module.get_parameter(inner_name), ((module.get_submodule(owner), attribute), cut)
         )
+
     cuts = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -706,12 +724,14 @@ def _find_cuts(
             cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension, runs=runs[ntype])
         elif owner_and_name is not None:
             tied[name] = parameter
+
     for tied_name, parameter in tied.items():
         name = next(name for name in cuts if model.get_parameter(name) is parameter)
         raise ConfigError(
             f"{name!r} and {tied_name!r} are the same parameter, but push_pull cuts the first by columns; "
             "use two parameters, or strategy='data_parallel'"
         )
+
     return cuts
 
 
@@ -763,6 +783,7 @@ def find_typed_layer(
             continue
         if stages is not None:
             return name, stages
+
     columns = ", ".join(f"{ntype}: {width}" for ntype, width in widths.items()) or "none"
     raise ConfigError(
         "on several types push_pull trains models that begin with dgl.nn.HeteroGraphConv of convolutions "
@@ -807,6 +828,7 @@ def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: Typ
         if "" not in widths:
             _check_floats(store)
         return {ntype: widths}, layer
+
     if errors:
         raise errors[0]
     raise ConfigError(

@@ -85,6 +85,7 @@ class PushPull(Strategy):
         make = partial(Candidate, unit="mini_batch")
         yield make(options={"structure": "push"})
         yield make(options={"structure": "resample"})
+
         # The sizes are one rank with all columns, the ranks of a server, and half of all ranks.
         for size in sorted({1, context.ranks // context.servers, context.ranks // 2}):
             if context.ranks % size == 0 and size < context.ranks:
@@ -160,6 +161,7 @@ class OpenedPushPull(OpenedStrategy):
         data = {ntype: self.g.nodes[ntype].data for ntype in self.g.ntypes}
         known = dict.fromkeys(name for columns in data.values() for name in columns)
         missing_names = [name for name in names if name not in known]
+
         # If the option has its default, the input may be an embedding.
         if missing_names and names != (FEATURE,):
             columns = ", ".join(map(repr, known)) or "none"
@@ -206,6 +208,7 @@ class PushPullModel(WrappedModel):
         self._session = session
         self._reduction = reduction
         self._group = group
+
         # This comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
         schema = TypeSchema({ntype: opened.g.num_nodes(ntype) for ntype in stores}, opened.g.canonical_etypes)
@@ -274,10 +277,12 @@ class PushPullModel(WrappedModel):
         self._pipeline.begin(next((batch for batch in batches if isinstance(batch, GroupBatch)), None))
         if self._provenance.dropouts.in_use:
             self._provenance.dropouts.set_row_counts((*args, *kwargs.values()))
+
         if not torch.is_grad_enabled():
             output = self._compute(args, kwargs)
             self._pipeline.resume()
             return output
+
         check_frozen(self.module, self._trained)
         share = find_share((*args, *kwargs.values()), self._session)
         weight = gradient_weight(share, self._reduction)
@@ -322,6 +327,7 @@ class PushPullModel(WrappedModel):
         cut = self._cuts.get(name)
         if cut is None:
             return piece
+
         # State such as a count of steps is no piece. A single value may have the shape of a piece with one
         # column, but not on all parts.
         is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
@@ -369,6 +375,7 @@ class PushPullModel(WrappedModel):
                     f"the uncut shape in the current model is {cut.shape}; load a state_dict() of the "
                     "wrapped model"
                 )
+
         pieces = {name: self.cut_state(name, value) for name, value in state_dict.items()}
         return super().load_state_dict(pieces, strict, assign)
 

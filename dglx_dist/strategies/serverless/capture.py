@@ -102,6 +102,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         """Tensors that must live on, because others would get their id."""
         self._is_paused = False
         self._num_drops = 0
+
         if block is not None:
             self._pers: dict[int, Per] = {block.num_dst_nodes(): "node", block.num_edges(): "edge"}
             self._ends = dict(zip(("source", "target"), block.edges(), strict=True))
@@ -136,10 +137,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             return result  # such as the number of elements
         if (spread := self._find_spread(name, args)) is not None:
             return spread
+
         if self._is_all_rows(name, args, result):
             self._values[id(result)] = self.value_of(args[0])
             self._kept.append(result)
             return result
+
         if name == "clamp" and self._block is not None and args[2:3] == (self._block.num_edges(),):
             # DGL's mean bounds degrees by the number of edges, which none exceeds.
             args = (*args[:2], None)
@@ -169,6 +172,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         value = self.value_of(tensor)
         sources = {source.name for source in list_needed(value)}
         names = sources - {"", "in_degrees", "out_degrees"}
+
         # DGL's layers ask whether weights of edges are positive, and raise if they are not.
         is_test_of_edges = tensor.dtype is torch.bool and all(self._is_edge_number(name) for name in names)
         if not value.is_constant or (names and not is_test_of_edges):
@@ -208,6 +212,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             rows, (index,) = args
         else:
             return None
+
         if self.value_of(rows).per != "node" or self.value_of(index).per is not None:
             return None
         for end, ids in self._ends.items():
@@ -240,12 +245,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             kind, name, tuple(to_value(list(args))), to_value(dict(keywords)), inputs, module=self._module
         )
         is_constant = kind in ("tensor", "spread") and all(value.is_constant for value in inputs)
+
         # Powers of degrees are the same in every layer.
         key = f"{name} {node.arguments} {node.keywords}" if is_constant and kind == "tensor" and pers else ""
         if key in self._constants and isinstance(result, Tensor):
             self._values[id(result)] = self._constants[key]
             self._kept.append(result)
             return
+
         for tensor in result if isinstance(result, tuple | list) else (result,):
             rows_of = per or next(iter(pers), None)
             if not inputs and self._block is not None and tensor.dim():
@@ -257,6 +264,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
                 self._constants[key] = value
             if isinstance(tensor, Tensor):
                 self._values[id(tensor)] = value
+
         self.nodes.append(node)
 
     @property
@@ -282,6 +290,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             # The sum of products is the product of the sum, which needs neither a Scatter nor a gradient.
             features, weight = factors
             return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
+
         result: Tensor = self._run(stock, index, operator, how, rows, edges)
         self._add("gather", how, (rows, edges), {}, result, "node")
         return result
@@ -410,6 +419,7 @@ class ModelCall:
                 block.edata[name] = torch.zeros(shape, dtype=torch.int64)
             else:
                 block.edata[name] = torch.rand(shape, dtype=self.dtype, generator=generator)
+
         return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
 
     def run(self, block: Any, x: Tensor, degrees: Callable[[str], Tensor] | None = None) -> Any:
@@ -430,6 +440,7 @@ class ModelCall:
         recording.add_input(FEATURES, x, "node")
         for name in self.edge_columns:
             recording.add_input(f"{EDGE_DATA}{name}", block.edata[name], "edge")
+
         with (
             preserve_state(self.model, training=True),
             torch.random.fork_rng(devices=[]),
@@ -451,11 +462,13 @@ class ModelCall:
                     f"of {self.features} columns: {type(error).__name__}: {error}; make it support this "
                     f"call, {OTHER_STRATEGY}"
                 ) from error
+
         if not isinstance(result, Tensor) or recording.value_of(result).per != "node":
             kind = "rows of edges or no rows" if isinstance(result, Tensor) else type(result).__name__
             raise ConfigError(
                 f"the model returns {kind}; strategy 'lambda' needs one tensor with a row for each node"
             )
+
         return recording, recording.value_of(result)
 
 
@@ -516,13 +529,16 @@ def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
         except ConfigError as error:
             first_error = first_error or error
             continue
+
         num_unused = len(trained - {value.name for value in list_needed(recorded[1])})
         if best is None or num_unused < best[0]:
             best = num_unused, candidate, recorded
         elif number > best[1].num_blocks:
             break
+
         if num_unused == 0:
             break
+
     if best is None:
         assert first_error is not None
         raise first_error

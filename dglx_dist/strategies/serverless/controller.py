@@ -199,6 +199,7 @@ class Controller:
                 self._counts += Counts(refused=1)
                 return False
             self._running.pop(key, None)
+
             # Also for an attempt number that was never sent: the rows have arrived, so the task must not run
             # again because of a wrong number.
             sent = work.sent.get(attempt, now)
@@ -208,6 +209,7 @@ class Controller:
                 kind = (key.step, key.direction)
                 before = self._averages.get(kind, took)
                 self._averages[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * took
+
         if self._observer is not None:
             self._observer(key, sent, ready, now)
         self._send()
@@ -230,6 +232,7 @@ class Controller:
         self._stopped.clear()
         thread = threading.Thread(target=self._tick_until_stopped, name="lambda-controller", daemon=True)
         thread.start()
+
         try:
             yield
         finally:
@@ -288,6 +291,7 @@ class Controller:
                 self._running[key] = work
                 work.sent[work.task.attempt] = now
                 tasks.append(work.task)
+
         return tasks
 
     def _enqueue(self, work: _Pending) -> None:
@@ -325,6 +329,7 @@ class Controller:
                 f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
                 "workers' output, or allow more attempts with the option retries"
             )
+
         del self._running[key]
         work.task = work.task.again()
         self._enqueue(work)
@@ -349,5 +354,6 @@ class Controller:
             number = max(number, self._num_early + 1)
             changed = number != self.workers
             self.workers = number
+
         if changed:
             self._executor.size(number)

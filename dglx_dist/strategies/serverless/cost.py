@@ -69,6 +69,7 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
             f"there is no price table {name!r}{suggest_name(name, known)} (known: {', '.join(known)}); "
             "or give the path of a JSON file like the output of `dglx lambda prices`"
         )
+
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
     where = f"the price table {path}"

@@ -130,6 +130,7 @@ class Cutter:
                 if (piece := self._pieces.get((depth, per))) is not None:
                     is_last = depth == last and self._scores in piece.outputs
                     steps.append(self._make_apply(piece, is_once=depth == _ONCE, is_last=is_last))
+
         # The scores come last, beside pieces of the same depth.
         steps.sort(key=lambda step: isinstance(step, Apply) and self._slots[self._scores] in step.outputs)
         return tuple(self._add_scatters(steps))
@@ -155,6 +156,7 @@ class Cutter:
                 node.kind == "spread" and not node.outputs[0].is_constant
             )
             early |= dict.fromkeys(node.outputs, depth + crosses)
+
         depths: dict[Node, _Depth] = {}
         latest: dict[Value, _Depth] = {self._scores: early.get(self._scores, 0)}
         for node in reversed(self._nodes):
@@ -164,10 +166,12 @@ class Cutter:
                 depth = early[node.outputs[0]]
             else:
                 depth = min(latest[value] for value in node.outputs if value in latest)
+
             depths[node] = depth
             before = depth - (node.kind in ("gather", "softmax", "spread"))
             for value in node.inputs:
                 latest[value] = min(latest.get(value, before), before)
+
         return depths
 
     def _depth_of(self, value: Value) -> _Depth:
@@ -218,6 +222,7 @@ class Cutter:
             piece = self._piece(depth, value.per or "node")
             self._read(piece, value)
             piece.outputs[value] = None
+
         self._slot_of(value)
 
     def _slot_of(self, value: Value) -> Slot:
@@ -230,6 +235,7 @@ class Cutter:
                     f"{maker.module if maker else 'the model'} passes rows of {dtype} over edges; convert "
                     f"them to the dtype of the weights, {OTHER_STRATEGY}"
                 )
+
             name = value.name or self._name("h" if per == "node" else "m")
             shape = tuple(value.tensor.shape[1:])
             self._slots[value] = Slot(
@@ -256,6 +262,7 @@ class Cutter:
             # New rows depend on nothing, but need a number.
             piece.inputs[self._first.inputs[FEATURES], "row" if piece.per == "node" else "target"] = None
             self._slot_of(self._first.inputs[FEATURES])
+
         writer = _BodyWriter(self._twin_values, self._twins, piece)
         body = writer.write()
         place: Place = "once" if is_once else "server"
@@ -266,6 +273,7 @@ class Cutter:
             if self._edges_on_workers is not None:
                 on_workers = self._edges_on_workers
             place = "worker" if on_workers else "server"
+
         kind = "AV" if piece.per == "node" else "AE"
         return Apply(
             name=self._name("ON" if is_once else kind),
@@ -320,6 +328,7 @@ def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
                 # A product of (n, k) and (k, m) multiplies and adds k times for each result.
                 inner = 2 * node.inputs[-2].tensor.shape[-1]
             computed += inner * (result.tensor.numel() if isinstance(result.tensor, Tensor) else 0)
+
     values = [*(value for value, _ in piece.inputs), *piece.outputs]
     moved = sum(math.prod(value.tensor.shape[1:]) * value.tensor.element_size() for value in values)
     return computed / rows >= _EDGE_INTENSITY * moved
@@ -362,6 +371,7 @@ class _BodyWriter:
             next_number = results.stop
             operations.append(self._write_operation(node, numbers, tuple(results)))
             numbers |= zip(node.outputs, results, strict=True)
+
         return TensorProgram(
             inputs=tuple(tuple(value.tensor.shape[1:]) for value in inputs),
             weights=tuple(tuple(value.tensor.shape) for value in self.weights.values()),
@@ -414,6 +424,7 @@ class _BodyWriter:
             # -1 would be ambiguous without rows.
             shapes = (list(made.outputs[0].tensor.shape) for made in (node, twin))
             arguments = (arguments[0], write(*shapes))
+
         return Operation(name=node.name, arguments=arguments, keywords=keywords, results=results)
 
     def _write_argument(
@@ -430,10 +441,12 @@ class _BodyWriter:
             return {"number": str(argument)}
         if argument == twin_argument and (argument is None or isinstance(argument, bool | int | float | str)):
             return argument
+
         if isinstance(argument, int) and isinstance(twin_argument, int):
             (times, rest), (twin_times, twin_rest) = map(divmod, (argument, twin_argument), self._sizes)
             if times == twin_times and not rest and not twin_rest:
                 return {"rows": times}
+
         raise ConfigError(
             f"{node.module} computes with a number of the graph ({node.name}: {argument} on one graph, "
             f"{twin_argument} on another), but a task has only some of the rows; remove it, {OTHER_STRATEGY}"
@@ -453,6 +466,7 @@ class _BodyWriter:
                 "features, data of edges nor a parameter, or is not finite; make it a parameter without "
                 f"gradient, {OTHER_STRATEGY}"
             )
+
         numbers = tuple(map(float, tensor.detach().flatten().tolist()))
         dtype = _NAMES_OF_DTYPES[tensor.dtype]
         return Constant(dtype=dtype, shape=tuple(tensor.shape), numbers=numbers)
@@ -524,6 +538,7 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
     """
     recordings = []
     results = []
+
     # As many rows as classes, so that each has its own weight.
     classes = math.prod(shape) if label.dtype else 1
     for num_rows in (max(size, classes) for size, _ in SIZES):
@@ -535,6 +550,7 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
         recording = Recording({})
         recording.add_input("scores", scores, "node")
         recording.add_input("labels", labels, "node")
+
         try:
             with torch.no_grad(), recording:
                 by_row: Tensor = vmap(partial(_loss_of_row, loss))(scores, labels)
@@ -544,14 +560,17 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
                 f"the loss could not be called for one row of scores: {type(error).__name__}: {error}; give "
                 f"a function of tensors that returns the mean over rows, {OTHER_STRATEGY}"
             ) from error
+
         if not torch.allclose(by_row.mean(), mean, rtol=1e-4, atol=1e-6):
             raise ConfigError(
                 f"the loss of {num_rows} rows is {float(mean):.6g}, but the mean over single rows "
                 f"is {float(by_row.mean()):.6g}. Strategy 'lambda' needs a mean over rows: divide a weighted "
                 "loss by the number of rows"
             )
+
         recordings.append(recording)
         results.append(recording.value_of(by_row))
+
     piece = TensorPiece(
         "node", inputs=dict.fromkeys((value, "row") for value in recordings[0].inputs.values())
     )
@@ -594,6 +613,7 @@ def _check_parameters(model: nn.Module) -> None:
             f"the model's parameters are {dtypes}; strategy 'lambda' trains float32 or float64, all of one "
             "dtype: call model.float()"
         )
+
     device = next(model.parameters()).device
     if device.type != "cpu":
         raise ConfigError(

@@ -96,6 +96,7 @@ class ServerGraph:
                 f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
                 f"{end - 1}; check that both have the same partition"
             )
+
         return (ids - first).astype(np.int32)
 
 
@@ -122,6 +123,7 @@ def local_graph(
             f"graph server {rank} has {num_own} own nodes and {len(halo)} halo nodes, but its "
             f"limit is {_MAX_LOCAL}; use more ranks"
         )
+
     local_ids = np.empty(len(wide), dtype=np.int32)
     local_ids[is_own] = wide[is_own] - first
     local_ids[~is_own] = num_own + np.searchsorted(halo, wide[~is_own])
@@ -184,6 +186,7 @@ class Part:
             order = np.argsort(sender_of_peer, kind="stable").astype(np.int32)
             cuts = np.searchsorted(sender_of_peer[order], np.arange(1, self.num_intervals))
             positions_of_peers.append(np.split(order, cuts))
+
         return positions_of_peers
 
     @property
@@ -231,9 +234,11 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
         load = np.diff(np.concatenate([[0.0], ends])[bounds]).max()
         if load < best_load:
             best, best_load = bounds, load
+
         # A node goes to the side where most of its share lies.
         inner = np.searchsorted(ends - shares / 2, np.arange(1, num_intervals) / num_intervals)
         bounds = np.array([0, *(round_rows(int(end)) for end in inner), num_nodes], np.int64)
+
     return best
 
 
@@ -296,6 +301,7 @@ def read_input(g: DistGraph, graph: ServerGraph, slot: Slot, dtype: str, feature
         ids = torch.from_numpy(np.concatenate([graph.own_ids, graph.halo]))
         degrees = (g.in_degrees if slot.name == "in_degrees" else g.out_degrees)(ids)
         return np.ascontiguousarray(degrees.numpy(), np.int64)[:, None]
+
     name = slot.name.removeprefix(EDGE_DATA)
     ids = torch.arange(graph.first_edge, graph.first_edge + len(graph.sources))
     rows = g.edata[name][ids].to(torch_dtype(slot.dtype or dtype))
@@ -372,11 +378,13 @@ def read_labels(g: DistGraph, own: Array, name: str, targets: Array, program: Pr
         labels = labels.reshape(len(own), program.label.width).astype(program.dtype)
         wrong = np.flatnonzero(targets & ~np.isfinite(labels).all(axis=1))
         expected = "it must be finite"
+
     if len(wrong):
         raise ConfigError(
             f"training node {int(own[wrong[0]])} has the label {labels[wrong[0]]}, but {expected}; remove "
             "nodes without a label from the training nodes, or build the model with more classes"
         )
+
     if program.label.dtype:
         return np.where(targets, labels, -1).astype(np.int32)
     return np.where(targets[:, None], labels, np.nan).astype(program.dtype)

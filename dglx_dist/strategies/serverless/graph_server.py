@@ -109,12 +109,14 @@ def epoch_schedule(program: Program) -> tuple[ScheduledTask, ...]:
             barrier = Barrier.GLOBAL
         elif kind is TaskKind.APPLY and program.covers_halo(step):
             barrier = Barrier.LOCAL
+
     tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
     for index in reversed(range(program.last)):
         tasks += [
             ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
             for kind in _backward_kinds(program, program.steps[index])
         ]
+
     return tuple(tasks)
 
 
@@ -204,6 +206,7 @@ class GraphServer:
         self._rows = dict(part.inputs)
         """The latest rows. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot of
         edges has (E, width). Only its interval writes an own row."""
+
         # There is no lock, because in synchronous epochs barriers separate readers and writers. In
         # asynchronous ones a row may be read while it is written. Then its columns are of two epochs, both
         # within the bound.
@@ -216,6 +219,7 @@ class GraphServer:
         """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         self._allocate()
         each = range(part.num_intervals)
+
         # By interval: gradients by slot, and rows of sources by step and input.
         self._gradients: list[dict[str, Array]] = [{} for _ in each]
         self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in each]
@@ -345,6 +349,7 @@ class GraphServer:
             assert self._parameters is not None
             self._parameters.gradients(key, computed.gradients)
         self._take_results(interval, key, work.given, computed.rows)
+
         if task.direction is Direction.FORWARD and self.program.covers_halo(step):
             # Each interval computes a share of the halo nodes.
             graph, count = self.part.graph, self.part.num_intervals
@@ -391,6 +396,7 @@ class GraphServer:
                 return SubmitResult.TAKEN
             del self._open[key]
             self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
+
         joined = join_halves(work.given, task.submitted[0], task.submitted[1])
         self._take_results(key.interval - self.part.first_interval, key, work.given, joined)
         return SubmitResult.LAST
@@ -403,6 +409,7 @@ class GraphServer:
             raise ConfigError(
                 f"task {key} is of no interval from {first} to {end - 1}, those of this graph server"
             )
+
         work = self.works.get((key.step, key.direction))
         step = self.program.steps[key.step] if work is not None else None
         if work is None or not isinstance(step, Apply) or step.place != "worker":
@@ -436,6 +443,7 @@ class GraphServer:
             raise ConfigError(
                 f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
             )
+
         graph = self.part.graph
         is_gradient = kind is TaskKind.SEND_BACK
         slots = self._trained_slots(step) if is_gradient else step.slots
@@ -451,6 +459,7 @@ class GraphServer:
                 f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
                 f"below {size}; run the same version everywhere"
             )
+
         for name, rows in zip(slots, arrays[1:], strict=True):
             stored = self._received[name, peer] if is_gradient else self._rows[name]
             stored[first + positions] = rows
@@ -486,6 +495,7 @@ class GraphServer:
                 arrays.append(self._read_rows(item.slot, item.end, nodes, selection))
             else:
                 arrays.append(self._read_sources(interval, task, item, nodes, selection))
+
         return arrays
 
     def _read_sources(
@@ -513,6 +523,7 @@ class GraphServer:
             rows = torch.from_numpy(self._rows[slot])
             sources: Array = rows.index_select(0, torch.from_numpy(graph.sources[selection])).numpy()
             return sources
+
         degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
         return np.repeat(self._rows[slot][nodes], degrees, axis=0)
 
@@ -556,6 +567,7 @@ class GraphServer:
         nodes = self.part.nodes_of(interval)
         edges = self.part.edges_of(interval)
         graph = self.part.graph
+
         # Not in place, because other intervals may read the rows meanwhile.
         result = self._zeros(nodes.stop - nodes.start, step.output.name)
         of_edges = None if step.edges is None else self._rows[step.edges]
@@ -568,6 +580,7 @@ class GraphServer:
             result = self._sum_edges(interval, self._rows[step.edges or ""][edges])
         else:
             gather(graph.indptr, graph.sources, of_edges, self._rows[step.source], nodes.start, result)
+
         self._rows[step.output.name][nodes] = result
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
@@ -590,6 +603,7 @@ class GraphServer:
             if step.how != "sum":
                 best_edges = np.repeat(self._best[index][nodes], degrees, axis=0)
                 of_edges *= best_edges == np.arange(edges.start, edges.stop)[:, None]
+
         self._add_gradient(interval, step.edges, of_edges)
 
     def _collect(self, interval: int, step: Scatter) -> None:
@@ -645,6 +659,7 @@ class GraphServer:
                     continue
                 places = graph.out_targets
                 values = None if step.edges is None else self._rows[step.edges]
+
             pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
 
     def _trained_slots(self, step: Scatter) -> list[str]:

@@ -34,6 +34,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
             f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to {len(sizes)}, or more "
             "intervals"
         )
+
     loads = [0] * num_servers
     server_of = np.zeros(len(sizes), dtype=np.int64)
     for interval in sorted(range(len(sizes)), key=lambda index: (-int(sizes[index]), index)):
@@ -41,6 +42,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
         # + 1 for the fixed cost of a task; it also spreads empty intervals.
         loads[server] += int(sizes[interval]) + 1
         server_of[interval] = server
+
     return server_of
 
 
@@ -136,8 +138,10 @@ class Update:
                 f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use torch.optim.SGD, "
                 "Adam or AdamW, or another strategy"
             )
+
         self.names = tuple(names)
         self._clip_norm = clip_norm
+
         # Each call of apply() gives them their values.
         self._weights = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
         copies: dict[torch.Tensor, torch.nn.Parameter | None] = {
@@ -155,6 +159,7 @@ class Update:
                     )
             trained = [copy for each in group["params"] if (copy := copies[each]) is not None]
             groups.append({**group, **_PLAIN, "params": trained})
+
         kind: Any = type(optimizer)
         self._optimizer: torch.optim.Optimizer = kind(groups)
         for parameter, entries in optimizer.state.items():
@@ -301,10 +306,12 @@ class ParameterServer:
                         f"{subject} came twice with different bits: workers compute with different kernels"
                     )
                 return False
+
             self._digests[key] = digest
             if epoch not in self._sums:
                 self._sums[epoch] = self._no_sums()
             self._sums[epoch][step].add(interval, arrays)
+
         return True
 
     def own_sums(self) -> tuple[int, Array] | None:
@@ -340,6 +347,7 @@ class ParameterServer:
                 f"sums of server {server} are {vector.dtype} of shape {vector.shape}, not "
                 f"{plan.program.dtype} of shape ({plan.size},)"
             )
+
         with self._lock:
             if epoch > self.updates + plan.staleness + 1:
                 raise ConfigError(
@@ -366,6 +374,7 @@ class ParameterServer:
             epoch = self.updates
             weights = self._versions[self.updates]
             received = self._received[epoch]
+
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):
             total += received[server]

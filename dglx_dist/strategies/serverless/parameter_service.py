@@ -89,6 +89,7 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
         raise ConfigError(
             f"the optimizer's state cannot be read: {error}; run the same version everywhere"
         ) from None
+
     return state
 
 
@@ -326,6 +327,7 @@ class ParameterClient:
             applied_before = min(self._updates)
             self._updates[server] = max(self._updates[server], updates)
             applied_now = min(self._updates)
+
         if applied_now > applied_before:
             self._on_update(applied_now)
         return []

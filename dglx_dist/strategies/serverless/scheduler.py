@@ -106,10 +106,12 @@ class IntervalProgress:
         epoch, index = divmod(position, len(self._schedule))
         if interval in self.running or epoch >= self.end:
             return False
+
         if index == 0:
             lead = 0 if self.is_synchronous(epoch) else self._options.staleness
             if not self.is_known(epoch) or epoch > self.updates + lead:
                 return False
+
         if not self.is_synchronous(epoch):
             return True
         barrier = self._schedule[index].barrier
@@ -197,6 +199,7 @@ class WorkerPool:
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
             seed=session.seed,
         )
+
         # The executor may give notice before the controller exists.
         self._wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
@@ -323,6 +326,7 @@ class ThreadScheduler:
         self._progress = progress
         self._workers = workers
         self._rpc, self._timeline = session.rpc, session.timeline
+
         # This rank's share of the cores of its machine, at least 1.
         cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[server.rank]]
         self._num_threads = server.options.threads or max(1, cores)
@@ -445,6 +449,7 @@ class ThreadScheduler:
                 failure, done = self._failure, self._progress.is_done
                 quiet_s = time.monotonic() - self._progress_at
                 behind = self._progress.waited_for()
+
             if failure is not None:
                 raise failure
             if done:
@@ -504,6 +509,7 @@ class ThreadScheduler:
                 self._send(interval, task)
             else:
                 server.compute(interval, epoch, task)
+
         with self._lock:
             self._finish(interval)
 
@@ -539,6 +545,7 @@ class ThreadScheduler:
             counts = [np.array([self._server.correct(counted)], dtype=np.int64)]
         peers = {*range(self._server.part.graph.num_servers)} - {rank}
         self._rpc.call_all(peers, REACHED, pair_name(position, rank), counts, phase=CONTROL)
+
         if counted is not None:
             # Only after the peers know it, because a graph server that is done sends nothing more.
             with self._lock:

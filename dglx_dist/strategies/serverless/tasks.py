@@ -98,6 +98,7 @@ class TaskKey:
         step = program.steps[self.step]
         if not isinstance(step, Apply) or step.place != "worker":
             raise ConfigError(f"task {self} is step {step.name!r}, which graph servers do themselves")
+
         if self.direction is Direction.FUSED and self.step != program.last:
             raise ConfigError(
                 f"task {self} fuses step {step.name!r}; only the last, {program.last}, can be fused"
@@ -380,6 +381,7 @@ class TaskComputation:
             of_half = [array[part] for array in arrays]
             half_keys = keys and keys._replace(ids=keys.ids[part])
             computed.append(self.half(weights, of_half, half_length(rows, half), half_keys))
+
         first, second = computed
         return Computed(
             join_halves(self.given, first.rows, second.rows),
@@ -420,6 +422,7 @@ class TaskComputation:
                 statistics.append(loss.statistics)
             else:
                 cotangents = list(arrays[num_inputs : num_inputs + num_outputs])
+
         roots = [
             (output, cotangent.reshape(output.shape))
             for output, cotangent in zip(outputs, cotangents, strict=True)
@@ -446,9 +449,11 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
     """Return the loss of (n, ...) ``scores`` and :func:`label_item` labels."""
     is_class = bool(program.label.dtype)
     has_label = labels >= 0 if is_class else ~labels[:, 0].isnan()
+
     # Other rows first go: the loss of a made-up label may have an infinite slope.
     chosen, known = scores[has_label], labels[has_label]
     known = known.long() if is_class else known
+
     # Without labels the sum is 0, but backward must still reach the scores.
     total = 0 * chosen.sum()
     correct = 0

@@ -127,6 +127,7 @@ class TensorProgram:
                     f"operation {operation.name!r} reads the values {sorted(missing)} before they exist"
                 )
             made.update(operation.results)
+
         if missing := {*self.outputs} - made:
             raise ConfigError(f"no operation makes the outputs {sorted(missing)}")
 
@@ -181,6 +182,7 @@ class TensorProgram:
                 results = function(*arguments, **keywords)
             made = results if isinstance(results, tuple | list) else (results,)
             values.update(zip(numbers, made, strict=True))
+
         return values
 
 
@@ -193,6 +195,7 @@ def find_operation(name: str) -> Any:
             f"operation {name[:80]!r} is not one that workers run, or this version of PyTorch does not have "
             "it; run the same version everywhere"
         )
+
     function = getattr(packet, overload)
     if function._schema.is_mutable:
         raise ConfigError(f"operation {name!r} writes to its arguments")

@@ -147,6 +147,7 @@ class Engine:
                 timeline = session.timeline
                 service = ParameterService(rpc, self._parameter_server, world_size, timeline, server.run)
                 undo.callback(service.close)
+
             self.workers = WorkerPool(session, program, plan, options, handlers)
             undo.callback(self.workers.close)
             self.scheduler = ThreadScheduler(session, server, self.progress, self.workers)
@@ -265,6 +266,7 @@ class Engine:
         late = quiet_s >= self._session.timeout_s
         if not late and quiet_s < _PEER_CHECK_S:
             return
+
         # At the staleness bound no particular peer is late, but the update needs all of them.
         if missing := behind or self._peers:
             raise_for_missing(
@@ -274,6 +276,7 @@ class Engine:
                 advice="look at its output and its workers",
                 late=late and bool(behind),
             )
+
         if late:
             open_tasks = [str(key) for key in self._server.open_tasks[:5]]
             tasks = f"no worker gave rows for {', '.join(open_tasks)}; " if open_tasks else ""
@@ -372,6 +375,7 @@ class IntervalLoader:
             raise ConfigError(
                 "no rank has a training node; pass the loader dx.node_split(g.ndata['train_mask'])"
             )
+
         return own_counts > 0, num_train
 
 
@@ -386,6 +390,7 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
             "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
             "out), or use strategy='data_parallel'"
         )
+
     plan.check_takes_all("strategy 'lambda'")
     set_options = {name: value for name, value in options.items() if value is not None}
     for name in set_options:
@@ -394,11 +399,13 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
                 f"strategy 'lambda' has no loader option {name!r}, because it trains on the whole graph at "
                 "once; leave it out, or use strategy='data_parallel'"
             )
+
     if set_options:
         ignored = ", ".join(f"{name}={value!r}" for name, value in set_options.items())
         warn_user(
             f"{ignored}: without effect, because strategy 'lambda' takes all training nodes in every step"
         )
+
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
 
 
@@ -451,6 +458,7 @@ def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
     saved = optimizer.state_dict()
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+
     # Learning rates are given anew with every run.
     groups = [
         {key: value for key, value in group.items() if "lr" not in key} for group in saved["param_groups"]
@@ -530,6 +538,7 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
+
         # Epochs overlap, so the bytes of a single epoch are not known. Each epoch gets an equal share.
         moved = self._session.ledger.since(counted, control=False)
         own_bytes = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
@@ -566,6 +575,7 @@ class LambdaTrainer(EpochTrainer):
             # Performance for each dollar (Dorylus, section 7.2). Only ratios of it mean something.
             costs["value"] = 1 / (seconds * dollars_spent)
             costs["text"] = f"{costs['text']}; value {costs['value']:.4g}"
+
         if self._options.switch_at:
             costs["synchronous_from"] = self._synchronous_from
         return costs
@@ -580,6 +590,7 @@ class LambdaTrainer(EpochTrainer):
         remedy = "make weights and optimizer equal, and change them on all ranks"
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         check_equal(self._session, "the digest of weights and optimizer", f"{now} {rates}", remedy)
+
         # A new run where the user changed weights, optimizer or epoch.
         changed = now != self._last_fingerprint
         if self._engine is not None and (changed or self._engine.epoch != epoch):
@@ -597,6 +608,7 @@ class LambdaTrainer(EpochTrainer):
                 None if self._synchronous_from is None else epoch,
             )
             self._simulated = self._engine.workers.simulated
+
         return self._engine
 
     def _compare_kernels(self, local: list[str]) -> None:
@@ -608,6 +620,7 @@ class LambdaTrainer(EpochTrainer):
                 "differ in the last bits; see 'Equal bits' in docs/strategies/lambda.md. Seen: %s",
                 " | ".join(sorted(kinds)),
             )
+
         self._warned = self._warned or len(kinds) > 1
 
 
@@ -652,11 +665,13 @@ class LambdaModel(WrappedModel):
                 f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, nodes, sampler) "
                 "after dx.init(strategy='lambda'), or leave it to dx.fit"
             )
+
         if objective.extra_terms:
             raise ConfigError(
                 f"{' and '.join(objective.extra_terms)} would take part in a step, but strategy 'lambda' "
                 "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
+
         # Again, because the task may have changed buffers of the model, such as the scale of its result.
         captured = run_on_all_ranks(
             loader.g.session, lambda: _capture(self.module, loader.g, self._options), ConfigError
@@ -674,6 +689,7 @@ def _capture(model: nn.Module, g: DistGraph, options: LambdaOptions) -> Captured
             return capture(model, width, columns, on_workers)
         except ConfigError as error:
             errors.append(error)
+
     raise errors[0] if errors else ConfigError("the nodes have no features: a matrix of floats")
 
 

@@ -33,6 +33,7 @@ def run_program(program: Program, block: Any, x: Tensor, weights: Mapping[str, T
             name = slot.name.removeprefix(EDGE_DATA)
             tensor = block.edata[name] if slot.per == "edge" else getattr(block, name)()
         rows[slot.name] = tensor.reshape(len(tensor), slot.width)
+
     for step in program.steps:
         if isinstance(step, Apply):
             inputs = _read_inputs(step, rows, block)
@@ -95,6 +96,7 @@ def _check_with(
         for step in program.steps:
             if isinstance(step, Apply):
                 _check_rows(step, rows, block, weights)
+
     drops = 0
 
     def drop(x: Tensor, probability: float) -> Tensor:
@@ -114,6 +116,7 @@ def _check_with(
         expected_gradients, gradients = (
             _differentiate(result, list(trained.values()), cotangent) for result in (expected, scores)
         )
+
     largest = max((float(gradient.abs().nan_to_num().max()) for gradient in expected_gradients), default=0.0)
     for name, left, right in zip(trained, expected_gradients, gradients, strict=True):
         _compare(f"gradient of {name!r}", left, right, largest)
@@ -157,6 +160,7 @@ def _check_rows(step: Apply, rows: Mapping[str, Tensor], block: Any, weights: Ma
                 if is_output:
                     _refuse(step, operation.name)
                 continue
+
             parts_of_value = [piece[number] for piece in pieces]
             if any(part.shape[1:] != all_rows.shape[1:] for part in parts_of_value):
                 _refuse(step, operation.name)

@@ -122,10 +122,12 @@ class RemoteCaller(Caller):
                 f"rank {to.rank} on {to.host} has no public key, but this job's connections are "
                 "encrypted; set DGLX_CURVE to the same value on all ranks"
             )
+
         if self._secrets != secrets:
             self.close()
             self._open(secrets)
         self._used_at = time.time()
+
         # Numbered here: after a restart a rank may come back at another address.
         number = self._numbers.setdefault(to, len(self._numbers))
         if number not in self._peers:
@@ -133,6 +135,7 @@ class RemoteCaller(Caller):
             self._peers[number] = PeerAddress(
                 rank=to.rank, host=to.host, endpoint=to.endpoint, public_key=key
             )
+
         return self._client.send(number, op, name, arrays).result
 
     def close(self) -> None:
@@ -226,6 +229,7 @@ class _Calls:
             # fetch late would cost more than the pipeline gains.
             time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             answer = self.pull(half)
+
         if [array.dtype for array in arrays] == [TASK_OVER.dtype]:
             raise _TaskOver
         return arrays
@@ -299,6 +303,7 @@ class Worker:
             text = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
             failure = kind(f"task {task.key}, attempt {task.attempt}: {text}")
             failure.__cause__ = error
+
         answer = WorkerAnswer(
             key=task.key,
             attempt=task.attempt,
@@ -319,6 +324,7 @@ class Worker:
         weights = [] if requested is None else requested(task.timeout_s)
         computed: list[Computed] = []
         submitted: list[Answer] = []
+
         # The first half is computed while the second arrives. Forward, it is also sent meanwhile.
         for half in (0, 1):
             if half:
@@ -328,6 +334,7 @@ class Worker:
             self._hook(TaskPhase.HALF)
             if half == 0 and task.key.direction is Direction.FORWARD:
                 submitted.append(calls.submit(0, computed[0].rows))
+
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
             gradients = add_gradients(computed[0].gradients, computed[1].gradients)
@@ -342,6 +349,7 @@ class Worker:
     def _work(self, task: Task, calls: _Calls) -> TaskComputation:
         key = task.key
         run = (task.program, task.secrets, task.key.run)
+
         # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
         if self._run_of_program != run:
             program = Program.from_json(calls.program())
@@ -350,9 +358,11 @@ class Worker:
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
                     f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
+
             self._run_of_program = run
             self._program = program
             self._works = {}
+
         kind = (key.step, key.direction)
         if kind not in self._works:
             key.check(self._program)

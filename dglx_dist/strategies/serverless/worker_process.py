@@ -66,6 +66,7 @@ def serve_starts(number: int) -> None:
     requests = socket.socket(fileno=number)
     parent = os.getppid()
     _warm_up()
+
     # The system removes workers that end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -76,14 +77,17 @@ def serve_starts(number: int) -> None:
         content, files, _, _ = socket.recv_fds(requests, 64, 2)
         if not content:
             os._exit(0)
+
         if pid := os.fork():
             for file in files:
                 os.close(file)
             requests.send(str(pid).encode())
             continue
+
         end_with_parent()
         requests.close()
         stream, errors = files
+
         # What a library prints must not mix with the answers.
         for source, target in ((stream, 0), (errors, 1), (errors, 2)):
             os.dup2(source, target)
@@ -92,6 +96,7 @@ def serve_starts(number: int) -> None:
         except BaseException:  # noqa: BLE001 - the last words of this process
             traceback.print_exc()
             sys.stderr.flush()
+
         os._exit(1)
 
 

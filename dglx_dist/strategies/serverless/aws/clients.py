@@ -163,16 +163,19 @@ class Deployment:
                 f"--image {self.image!r} is no image; build one with `dglx lambda image` and docker, push it "
                 "to a registry, and give HOST/NAME:TAG or HOST/NAME@sha256:DIGEST"
             )
+
         low, high = MEMORY_MB
         if not low <= self.memory_mb <= high:
             raise ConfigError(f"a function of {self.memory_mb} MB; AWS offers {low} to {high}")
         if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(f"a time-out of {self.timeout_s} s; AWS offers 1 to {MAX_TIMEOUT_S}")
+
         if bool(self.subnets) != bool(self.security_groups):
             raise ConfigError(
                 f"subnets {list(self.subnets)} and security groups {list(self.security_groups)}: a function "
                 "in a VPC needs both; give both or neither"
             )
+
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
 

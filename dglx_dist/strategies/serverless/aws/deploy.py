@@ -141,17 +141,20 @@ def deploy(deployment: Deployment, change: Changes) -> None:
             _wait(client, name, change, "active")
         elif now.get("LastUpdateStatus") == "InProgress":
             _wait(client, name, change, "updated")
+
         current_image = function.get("Code", {}).get("ImageUri")
         if current_image != deployment.image or now.get("Architectures", ["x86_64"]) != architecture:
             code = {"FunctionName": name, "ImageUri": deployment.image, "Architectures": architecture}
             change(f"update the image of {name} to {deployment.image}", client.update_function_code, **code)
             _wait(client, name, change, "updated")
+
         current = {**now, "VpcConfig": _vpc(now.get("VpcConfig") or {})}
         changed = {key: value for key, value in settings.items() if current.get(key) != value}
         if changed:
             update = client.update_function_configuration
             change(f"update {', '.join(changed)} of {name}", update, FunctionName=name, **changed)
             _wait(client, name, change, "updated")
+
     if function is None or not _drops_failures(client, name):
         # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
         change(
@@ -174,11 +177,13 @@ def remove(name: str, place: Place, change: Changes) -> None:
     has_role = role is not None and _owner(role) == name
     has_log = False
     group = f"/aws/lambda/{name}"
+
     # A log has no tag of its creator: it is deleted together with a function or role that has one.
     if function is not None or has_role:
         with explain_errors(f"could not look for the log {group}"):
             listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
         has_log = group in [entry["logGroupName"] for entry in listed]
+
     if function is not None:
         change(f"delete the function {name}", client.delete_function, FunctionName=name)
     if has_log:
@@ -206,6 +211,7 @@ def _role_arn(deployment: Deployment, change: Changes) -> str | None:
         if existing is None:
             raise ConfigError(f"there is no role {role!r}; name an existing one, or none to create one")
         return str(existing["Arn"])
+
     attached: list[str] = []
     if existing is None:
         made = change(
@@ -224,6 +230,7 @@ def _role_arn(deployment: Deployment, change: Changes) -> str | None:
         )
     else:
         attached = _attached_policies(iam, name)
+
     policy = VPC_POLICY if deployment.subnets else LOG_POLICY
     if policy not in attached:
         text = f"let the role {name} use {policy.removeprefix(_MANAGED)}"
@@ -263,6 +270,7 @@ def _own_function(client: Client, name: str) -> Found | None:
             f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
             "name"
         )
+
     return function
 
 
@@ -328,6 +336,7 @@ def try_function(
         raise ConfigError(
             f"cannot listen at {address!r} here: {error}; give a numeric address of this machine"
         ) from error
+
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
     try:
         trial = _Trial(rpc.listen(address, Credentials(secret=secret.encode())), secret)
@@ -389,11 +398,13 @@ class _Trial:
             timeout_s=TASK_TIMEOUT_S,
         )
         begun = time.perf_counter()
+
         with explain_errors(f"could not invoke the function {name}"):
             answer = client.invoke(
                 FunctionName=name, InvocationType="RequestResponse", LogType="Tail", Payload=task.to_event()
             )
             payload = answer["Payload"].read()
+
         seconds = time.perf_counter() - begun
         if "FunctionError" in answer:
             log = base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")
@@ -410,6 +421,7 @@ class _Trial:
         results = [*join_halves(self._work.given, first, second), *self._given[str(key)]]
         keys = RowKeys(0, 0, torch.arange(ROWS))
         computed = self._work.compute_halves(self._weights, self._arrays, ROWS, keys)
+
         # Not bit for bit: BLAS kernels of another processor round sums differently.
         for result, reference in zip(results, [*computed.rows, *computed.gradients], strict=True):
             if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):

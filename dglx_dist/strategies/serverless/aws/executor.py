@@ -112,6 +112,7 @@ class ReportReader:
         pages = self._client.get_paginator("filter_log_events").paginate(**query)
         newest = self._since_ms
         missing = self._client.exceptions.ResourceNotFoundException
+
         # The first invocation creates the log.
         with explain_errors(f"could not read the log {self._group}"), suppress(missing):
             for page in pages:
@@ -122,6 +123,7 @@ class ReportReader:
                         if report is not None and report[0] in self._waited:
                             self._waited.remove(report[0])
                             self._found.append(report[1])
+
         self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
 
 
@@ -207,10 +209,12 @@ def _check_usable(client: Client, function: str) -> int:
             f"there is no function {function!r} in {client.meta.region_name}; create it with "
             f"`dglx lambda deploy {function}`, or give its region"
         )
+
     # A function that was not called for weeks is "Inactive"; the next event activates it.
     if settings.get("State", "Active") not in ("Active", "Inactive"):
         raise ConfigError(
             f"the function {function} is {settings['State']} ({settings.get('StateReason', '')}); wait, or "
             "deploy it again"
         )
+
     return int(settings["MemorySize"])

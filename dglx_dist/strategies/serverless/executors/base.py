@@ -175,6 +175,7 @@ class Executor:
             idle = self._idle
             self._idle = []
             busy = {thread: worker for thread, (worker, _) in self._busy.items()}
+
         for worker in busy.values():
             worker.stop()
         for worker in idle:
@@ -231,6 +232,7 @@ class Executor:
                     self._idle.append(worker)
             if is_lost:
                 self._notice()
+
         if not is_idle:
             worker.end()
 
@@ -249,6 +251,7 @@ class Executor:
             seconds = answer.seconds
             cold = answer.cold
             reason = answer.error
+
         billed = Invocation(duration_s=seconds, cold=cold, memory_mb=self._memory_mb)
         return (billed if self._is_billed else None), reason
 

@@ -70,6 +70,7 @@ class HttpExecutor(Executor):
                     f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
                     "!#$%&'*+.^_`|~-, values of ASCII"
                 )
+
         # Read once, and not for each worker.
         trust = None if url.scheme == "http" else ssl.create_default_context()
         super().__init__(lambda: _Connection(url, chosen, trust), context.notice, memory_mb=chosen.memory_mb)
@@ -102,6 +103,7 @@ class _Connection(WorkerHandle):
                 f"POST to {self._url.netloc}{self._url.path} failed: "
                 f"{type(error).__name__}: {error}; check the service and the option 'url'"
             ) from error
+
         if status in (202, 204):
             return None
         if status != 200:
@@ -146,17 +148,20 @@ def _checked_url(options: HttpOptions) -> SplitResult:
         is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError:  # unbalanced brackets, or a port above 65535
         is_valid = False
+
     if not is_valid or not text.isascii() or " " in text:
         raise ConfigError("executor 'http' has an invalid 'url'; write https://HOST/PATH in ASCII")
     if url.username is not None:
         raise ConfigError(
             "executor 'http' does not send the user in its 'url'; give the header Authorization"
         )
+
     if url.scheme == "http" and not options.insecure and not _is_local(url.hostname or ""):
         raise ConfigError(
             f"executor 'http' would send the workers' secret to {url.hostname} unencrypted; use "
             "https://, or insecure=true on a trusted network"
         )
+
     return url
 
 

@@ -111,6 +111,7 @@ class _Starter:
         own.settimeout(_START_S)
         self._socket = own
         self._lock = threading.Lock()
+
         # -I: nothing of the user's environment or folder.
         self._process = subprocess.Popen(
             [
@@ -142,6 +143,7 @@ class _Starter:
                 # A late answer would be taken for that of the next request.
                 self._process.kill()
                 raise PeerError(f"the process that starts workers does not answer: {error}") from error
+
         if not pid:
             raise PeerError(f"the process that starts workers ended with code {self._process.wait()}")
         return psutil.Process(int(pid)), own, output
