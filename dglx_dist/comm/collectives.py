@@ -313,8 +313,9 @@ def _describe_error(error: Exception) -> str:
 
 
 _CAUSES = (
-    "the loop calls model.module(...) or torch.autograd.grad; a step depends on the loss of one rank (give a "
-    "scheduler dx.reduce_mean); a second model is not wrapped; DistributedDataParallel is used; "
+    "the loop calls model.module(...) or torch.autograd.grad; the optimizer, its learning rate or a step "
+    "depends on the rank or on the loss of one rank (give a scheduler dx.reduce_mean); a second model is not "
+    "wrapped; DistributedDataParallel is used; "
     "reset_parameters() is called, or one rank loads other weights, after dx.wrap"
 )
 

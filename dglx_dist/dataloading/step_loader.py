@@ -406,6 +406,9 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
 
 STEPS_BETWEEN_CHECKS = 32
 """Least number of steps between two comparisons of the replicated weights of the ranks."""
+EARLY_CHECKS = (2, 4, 8, 16)
+"""Steps of an optimizer at which the weights are compared too, so that short loops are checked."""
+_STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class StepCheck:
@@ -417,7 +420,9 @@ class StepCheck:
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         refuse_unwrapped(optimizer)
-        if self._compares_weights and not any(optimizer is compared for compared in self._compared):
+        step_number = _STEPS_TAKEN[optimizer] = _STEPS_TAKEN.get(optimizer, 0) + 1
+        is_compared = any(optimizer is compared for compared in self._compared)
+        if step_number in EARLY_CHECKS or (self._compares_weights and not is_compared):
             self._compared.append(optimizer)
             check_replicas(_find_replicated(optimizer), self._session)
 
