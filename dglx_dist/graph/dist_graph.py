@@ -29,7 +29,6 @@ from dglx_dist.graph.dist_tensor import (
     DataView,
     DistTensor,
     PartitionPolicy,
-    PolicyKind,
     TypedViews,
     make_unsupported,
 )
@@ -130,7 +129,7 @@ def _read_stamps(part_config: Path) -> str:
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, replicated or partitioned. Every rank must call this."""
+    """Open the structure of every edge type, and let it serve uniform draws. Every rank must call this."""
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}. Choose 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
@@ -147,6 +146,9 @@ def open_structures(
             structures[etype] = PartitionedStructure(session, dataset, placement, label, etype)
         else:
             structures[etype] = _open_replicated(dataset, session, etype)
+    for structure in structures.values():
+        serve_uniform(structure)
+    read_from_disk([shard.indices for structure in structures.values() for shard in structure.shards])
     return structures
 
 
@@ -278,24 +280,21 @@ class DistGraph(Shared):
             num_trainers = manifest.num_parts * trainers_per_part
         self._book = PartitionBook(node_bounds, edge_bounds, self.session.topology.server, num_trainers)
 
+        make_policy = partial(
+            PartitionPolicy, partition_book=self._book, store=self.kvstore, dataset=manifest.checksum
+        )
         self._node_policies: dict[str, PartitionPolicy] = {}
         for ntype, bounds in node_bounds.items():
-            self._node_policies[ntype] = self._make_policy("node", ntype, bounds, manifest.checksum)
+            self._node_policies[ntype] = make_policy(kind="node", type_name=ntype, bounds=bounds)
         self._edge_policies: dict[EdgeType, PartitionPolicy] = {}
         for etype, bounds in edge_bounds.items():
-            self._edge_policies[etype] = self._make_policy("edge", etype, bounds, manifest.checksum)
+            self._edge_policies[etype] = make_policy(kind="edge", type_name=etype, bounds=bounds)
         policies: dict[Any, PartitionPolicy] = {**self._node_policies, **self._edge_policies}
         run_on_all_ranks(self.session, lambda: add_columns(self.dataset, self.placement, policies))
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
 
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
-        indices = []
-        for structure_of_type in self._structures.values():
-            indices += [shard.indices for shard in structure_of_type.shards]
-            serve_uniform(structure_of_type)
-        read_from_disk(indices)
-
         self._draw_counter = count()
         self.on_close: list[Callable[[], None]] = []
         """Functions that :meth:`close` calls when no rank uses the graph any more."""
@@ -429,7 +428,8 @@ class DistGraph(Shared):
                     f"the policy {name!r} has the bounds {list(rows)} for {num_servers} server(s). Pass "
                     f"{num_servers + 1} ascending numbers from 0 on, or only the number of rows."
                 )
-        return self._make_policy("own", name, bounds)
+        book, store = self._book, self.kvstore
+        return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
 
     def find_policy_of_length(self, num_rows: int) -> PartitionPolicy:
         """Return the policy of the only node or edge type with ``num_rows`` rows, or raise ConfigError."""
@@ -640,18 +640,6 @@ class DistGraph(Shared):
             structure.close()
         if OPENED.get(self.session) is self:
             OPENED.set(self.session, None)
-
-    def _make_policy(
-        self, kind: PolicyKind, type_name: str | EdgeType, bounds: Array, dataset: str = ""
-    ) -> PartitionPolicy:
-        return PartitionPolicy(
-            kind=kind,
-            type_name=type_name,
-            bounds=bounds,
-            partition_book=self._book,
-            store=self.kvstore,
-            dataset=dataset,
-        )
 
     def _check_ntype(self, ntype: str) -> str:
         if ntype not in self._node_policies:

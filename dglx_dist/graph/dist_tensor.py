@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeVar, cast, final
 
 import numpy as np
 import torch
@@ -70,14 +70,11 @@ def make_unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
     return raise_unsupported
 
 
-PolicyKind: TypeAlias = Literal["node", "edge", "own"]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionPolicy:
     """Distribution of rows over the servers. The rows belong to nodes or edges of one type, or to neither."""
 
-    kind: PolicyKind
+    kind: Literal["node", "edge", "own"]
     type_name: str | EdgeType
     """Type of the nodes or edges, or the user's name of an own policy."""
     bounds: Array

@@ -264,7 +264,7 @@ class KVStore:
             rows = view_as_numpy(result)
             column.read(ids, rows)
             if cache is not None:
-                move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
+                move_rows(cache.rows, plan.hit_slots, rows, plan.hit_positions)
             copy_replies(rows)
             return result
 
@@ -283,7 +283,7 @@ class KVStore:
 
     def _count_rows(self, column: Column, num_ids: int, plan: RemotePlan) -> None:
         """Add the rows of a pull of ``num_ids`` ids to the counts of ``column``."""
-        num_hits = len(plan.hit_places)
+        num_hits = len(plan.hit_positions)
         num_misses = len(plan.positions)
         with self._counts_lock:
             column.counts[0] += num_ids - num_hits - num_misses

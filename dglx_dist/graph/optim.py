@@ -365,12 +365,7 @@ class SparseSGD(SparseOptimizer):
     ``options`` are ``mode``, ``staleness`` and ``reduction``, see :class:`SparseOptimizer`.
     """
 
-    def __init__(
-        self,
-        params: Sequence[DistEmbedding],
-        lr: float,
-        **options: Any,
-    ) -> None:
+    def __init__(self, params: Sequence[DistEmbedding], lr: float, **options: Any) -> None:
         super().__init__(params, lambda: sgd_rule(lr), **options)
 
 
@@ -382,11 +377,7 @@ class SparseAdagrad(SparseOptimizer):
     """
 
     def __init__(
-        self,
-        params: Sequence[DistEmbedding],
-        lr: float,
-        eps: float = 1e-10,
-        **options: Any,
+        self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10, **options: Any
     ) -> None:
         super().__init__(params, lambda: adagrad_rule(lr, eps), **options)
 

@@ -118,11 +118,7 @@ def update_adagrad(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_adam(
-    weight: Array,
-    targets: Array,
-    states: tuple[Array, Array],
-    gradient: RowSum,
-    constants: tuple[float, ...],
+    weight: Array, targets: Array, states: tuple[Array, Array], gradient: RowSum, constants: tuple[float, ...]
 ) -> None:
     """Apply ``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 

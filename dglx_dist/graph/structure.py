@@ -447,12 +447,7 @@ class PartitionedStructure(Structure):
         return self._submit_to_owners("find_edges", edge_ids, self._edge_bounds, self._find_edges)
 
     def _submit_to_owners(
-        self,
-        op: str,
-        ids: Array,
-        bounds: Array,
-        compute: Callable[[Array], Any],
-        parameters: str = "",
+        self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Any], parameters: str = ""
     ) -> PendingAnswers:
         """Ask ``op`` of the servers that own ``ids``. It answers there as ``compute`` does here.
 
