@@ -386,7 +386,6 @@ class Column:
         if self.on_read is not None:
             self._compute_rows(self.on_read, ids, out)
             return
-
         for shard in self.shards:
             if shard.on_disk:
                 request_rows(shard.rows, shard.first, ids)

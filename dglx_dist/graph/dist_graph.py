@@ -581,7 +581,6 @@ class DistGraph(Shared):
         if is_text or (from_user_ids and self.dataset.manifest.user_ids.get(key)):
             names = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
             return self._find_user_ids(names, key)
-
         source_ids = as_ids(cast("Ids", ids), self.num_nodes(key), f"the nodes {key!r} of the source")
         # `original_ids` is a permutation, so sorting it gives the inverse.
         original_ids = self._pull_hidden(self._node_policies[key], ORIGINAL_IDS, slice(None))

@@ -184,7 +184,6 @@ def _view_rows(column: Column, first: int, last: int) -> Array:
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]
-
     rows = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
     column.read(np.arange(first, last), rows)
     return rows
@@ -407,7 +406,6 @@ class DistTensor(Shared):
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
-
         rows = to_device(self.part_policy.store.pull(self._key, ids), device)
         return rows[0] if isinstance(index, int | np.integer) else rows
 
@@ -646,7 +644,6 @@ class DataView(MutableMapping[str, DistTensor]):
         """Return the tensor called ``name``. If there is none, a KeyError lists the existing tensors."""
         if isinstance(name, str) and name in self._tensors_of_rank:
             return self._tensors_of_rank[name]
-
         key = f"{self._prefix}{name}"
         if not self._policy.store.has(key):
             known = ", ".join(map(repr, self)) or "none"
@@ -682,7 +679,6 @@ class DataView(MutableMapping[str, DistTensor]):
         """
         if name not in self and default:
             return default[0]
-
         tensor = self[name]
         result: Any = tensor
         # The deletion below refuses tensors of the dataset, so their rows are not read first.

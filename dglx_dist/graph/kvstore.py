@@ -480,7 +480,6 @@ class KVStore:
         column = self.column(name)
         column.check_writable()
         column.check(ids)
-
         dtype = numpy_dtype(column.info.dtype)
         shape = (len(ids), *column.info.row_shape)
         if rows.dtype != dtype or rows.shape != shape:
@@ -604,7 +603,6 @@ class KVStore:
         column = self.column(name)
         column.check(ids)
         self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
-
         rows = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
         column.read(ids, rows)
         return [rows]

@@ -367,7 +367,6 @@ def _assign_preferred(preferred: Array, quota: Array) -> Array:
     for local_rank, num_ids in enumerate(quota):
         positions = np.flatnonzero(preferred == local_rank)
         local_ranks[positions[:num_ids]] = local_rank
-
     # The ids without a rank fill up the quotas.
     num_assigned = np.bincount(local_ranks[local_ranks >= 0], minlength=len(quota))
     local_ranks[local_ranks < 0] = np.repeat(np.arange(len(quota)), quota - num_assigned)

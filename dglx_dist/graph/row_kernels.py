@@ -333,7 +333,6 @@ def find_entry(keys: Array, key: int) -> np.uint64:
     # The index of an entry of a direct table is the id.
     if len(keys) == 0:
         return np.uint64(key)
-
     # Fibonacci hashing. The mask reduces the high half of the product to an index of `keys`.
     mask = np.uint64(len(keys) - 1)
     entry = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
@@ -530,7 +529,6 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
     # If no id is repeated, each sum is one row.
     if len(plan.positions) == len(plan.ids):
         return take_rows(rows, plan.positions)
-
     wide_rows = _widen(rows, info)
     sums = np.empty((len(plan.ids), *rows.shape[1:]), wide_rows.dtype)
     if sums.size:

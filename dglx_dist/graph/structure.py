@@ -137,7 +137,6 @@ def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude:
     starts = shard.indptr[rows]
     degrees = shard.indptr[rows + 1] - starts
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
-
     # Result index i of a node lies as far from the node's start in the result as its edge from `starts`.
     edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], degrees)
     sources = shard.indices[edges].astype(np.int64)
