@@ -99,10 +99,7 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
 def _count_neighborhoods(
     dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int
 ) -> tuple[Array, Array]:
-    """Return the (K + 1, S) int64 nodes and in-edges within 0 to ``hops`` hops of at most 64 servers.
-
-    Server s owns the nodes ``bounds[s]:bounds[s + 1]``.
-    """
+    """Return (K + 1, S) nodes and in-edges within 0 to ``hops`` hops of at most 64 servers."""
     num_servers = len(bounds) - 1
     offsets = dataset.manifest.node_offsets[etype[2]].tolist()
     dtypes = (np.uint8, np.uint16, np.uint32, np.uint64)
@@ -247,7 +244,6 @@ def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Ar
     candidates = np.searchsorted(back_keys, keys) + index_among_parallel
     has_reverse = candidates < len(back_keys)
     has_reverse[has_reverse] = back_keys[candidates[has_reverse]] == keys[has_reverse]
-
     reverse_positions = np.full(len(keys), NO_REVERSE, np.int64)
     reverse_positions[order[has_reverse]] = back_order[candidates[has_reverse]]
     return reverse_positions

@@ -245,10 +245,7 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
-    """Keep the rows of other servers that batches need most in the memory of this server.
-
-    Every rank must call it with the same request. One rank of each server chooses the rows.
-    """
+    """Keep the rows of other servers that batches need most. Every rank passes the same request."""
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
@@ -286,10 +283,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 
 
 def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
-    """Return the maximum number of rows that each rank of a server keeps with ``lookahead``.
-
-    ``local_range`` is the range of rows that the server owns.
-    """
+    """Return how many rows each rank of the server of ``local_range`` keeps at most with ``lookahead``."""
     num_local_rows = local_range[1] - local_range[0]
     return min(int(alpha * num_local_rows) // num_ranks, num_rows - num_local_rows)
 
@@ -383,10 +377,7 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
 
 
 def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
-    """Return the probability that a batch of this rank needs each row. Not collective.
-
-    Raises ConfigError if the structure is not replicated, or a fan-out is below -1.
-    """
+    """Return the probability that a batch of this rank needs each row. Not collective."""
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(

@@ -115,7 +115,6 @@ class JointRequest:
         """
         if self.is_sent:
             return self._replies
-
         ids = np.concatenate([plan.ids for plan in self._plans])
         # The ids of one plan are grouped by server already. Those of several plans are sorted, which groups
         # them by server, because each server has a range of ids.
@@ -132,8 +131,7 @@ class JointRequest:
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
         """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
 
-        Raises as the result of :meth:`KVStore.submit_pull`, and ValueError if a reply does not match the
-        request.
+        Raises as :meth:`KVStore.submit_pull` does, and ValueError if a reply does not match the request.
         """
         replies = self.send()
         indices = self._row_indices[first : first + len(plan.ids)]
@@ -220,10 +218,7 @@ class LookAheadRows:
         self._claim_lock.release()
 
     def announce(self, ids: Array) -> None:
-        """Register the (K,) int64 distinct ``ids`` of any server as the inputs of the next batch.
-
-        Raises IndexError if an id is out of range.
-        """
+        """Register the (K,) distinct inputs of the next batch. Raise IndexError if an id does not exist."""
         check_ids(ids, self._num_ids, "the cached column")
         first, end = self._local_range
         remote_ids = ids[(ids < first) | (ids >= end)]
@@ -392,10 +387,7 @@ class Column:
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute_rows(self, handler: PullHandler, ids: Array, out: Array) -> None:
-        """Let the user's ``handler`` compute the rows of local ids, and write them to ``out``.
-
-        Raises ConfigError if the handler returns another shape or dtype than the column has.
-        """
+        """Let ``handler`` compute the rows of local ids. Raise ConfigError if shape or dtype is wrong."""
         # A tensor in memory has one shard.
         (shard,) = self.shards
         positions = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
@@ -491,8 +483,7 @@ def _announce(
 ) -> int:
     """Register ``ids`` as inputs of the batch ``step``. Return how many of them had no table entry.
 
-    ``input_bounds`` holds the input number of the first of ``ids``, and the first input number that is still
-    announced.
+    ``input_bounds`` are the first input of ``ids`` and the first input that is still announced.
     """
     first_input, first_announced = input_bounds
     mask, num_new_ids = len(later_use) - 1, 0
@@ -538,7 +529,6 @@ def _find_cut(next_use: Array, uses: Array, step: int, num_known: int) -> tuple[
     while num_cached[ahead] + num_missed[ahead] < room:
         room -= num_cached[ahead] + num_missed[ahead]
         ahead += 1
-
     num_kept = min(num_cached[ahead], room)
     cut = _NEVER + ahead - num_known if ahead >= num_known else step + ahead
     is_open = ahead == num_known and num_cached[ahead] + num_missed[ahead] > room and len(next_use) > 0

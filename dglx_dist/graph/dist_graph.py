@@ -76,8 +76,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 def import_if_changed(part_config: Path, session: Session) -> Path:
     """Import DGL's files into a dataset beside them, unless it is up to date. All ranks call this.
 
-    Return the folder of the dataset. Raise StorageError on all ranks if ``part_config`` does not exist or
-    the import fails on one of them.
+    Return the folder of the dataset. Raise StorageError on all ranks if the import fails on one of them.
     """
     folder = part_config.absolute().with_suffix(".dglx")
 
@@ -98,10 +97,7 @@ _IMPORTED = f"{CACHE}/imported.json"
 
 
 def _import_files(part_config: Path, folder: Path, is_importer: bool) -> None:
-    """Import DGL's files into ``folder``, unless they have the stamps of the last import.
-
-    A rank that is not an importer does nothing.
-    """
+    """Import DGL's files into ``folder``, if this rank is an importer and a file has changed."""
     if not is_importer:
         return
     stamps = _read_stamps(part_config)
@@ -119,11 +115,8 @@ def _import_files(part_config: Path, folder: Path, is_importer: bool) -> None:
 def _read_stamps(part_config: Path) -> str:
     # The parts count too, because scripts write columns into a part and leave the JSON file unchanged.
     part_files = sorted(part_config.parent.glob("part*/*.dgl"))
-    stamps = []
-    for path in (part_config, *part_files):
-        stat = path.stat()
-        stamps.append([path.name, stat.st_size, stat.st_mtime_ns])
-    return json.dumps(stamps)
+    stats = [(path.name, path.stat()) for path in (part_config, *part_files)]
+    return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
 def open_structures(
@@ -354,20 +347,14 @@ class DistGraph(Shared):
     @property
     def nodes(self) -> TypedViews[str, DataView]:
         """Tensors of the nodes of one type, as ``g.nodes[ntype].data``."""
-
-        def get_view(ntype: str) -> DataView:
-            return self._node_views[self._check_ntype(ntype)]
-
-        return TypedViews(get_view, "arange(g.num_nodes())")
+        views = self._node_views
+        return TypedViews(lambda ntype: views[self._check_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
     def edges(self) -> TypedViews[str | EdgeType, DataView]:
         """Tensors of the edges of one type, as ``g.edges[etype].data``."""
-
-        def get_view(etype: str | EdgeType) -> DataView:
-            return self._edge_views[self.to_canonical_etype(etype)]
-
-        return TypedViews(get_view, "g.find_edges(ids)")
+        views = self._edge_views
+        return TypedViews(lambda etype: views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
     def num_nodes(self, ntype: str | None = None) -> int:
         return self._book.num_nodes(ntype)
@@ -506,10 +493,7 @@ class DistGraph(Shared):
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 number of out-edges of ``u``, or of all nodes.
-
-        The first call reads every edge.
-        """
+        """Return the (K,) int64 out-degrees of ``u`` or of all nodes. The first call reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))

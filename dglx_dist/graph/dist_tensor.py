@@ -111,10 +111,7 @@ class PartitionPolicy:
         return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
     def to_local(self, id_tensor: Ids) -> Tensor:
-        """Return the ids relative to the first row of the local server.
-
-        Raise IndexError if another server owns a row.
-        """
+        """Return ids relative to this server's first row. Raise IndexError if another server owns a row."""
         first = int(self.bounds[self.part_id])
         local_ids = as_ids(id_tensor, self.get_size(), self.policy_str) - first
         description = f"{self.policy_str} of this server (ids counted from {first})"
@@ -132,11 +129,7 @@ class PartitionPolicy:
 def _resolve_policy(
     shape: Sequence[int], dtype: torch.dtype, policy_or_graph: PartitionPolicy | OpenedGraph
 ) -> tuple[PartitionPolicy, ColumnInfo]:
-    """Return the policy of a new tensor, and the dtype and shape of its rows.
-
-    If a graph is passed, its policy with the same number of rows is returned. Raise ConfigError if the shape
-    is invalid or does not fit the policy.
-    """
+    """Return the policy of a tensor, and its dtype and row shape. Raise ConfigError if they do not fit."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -158,11 +151,7 @@ def _resolve_policy(
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
-    """Add a tensor to the store of ``policy``. Every rank must call this.
-
-    The ranks of a server share the memory of its rows. Raise ConfigError on all ranks if the arguments
-    differ between ranks or memory is short.
-    """
+    """Add a tensor in shared memory to the store of ``policy``. Every rank must call this."""
     store = policy.store
     shape = [policy.get_size(), *info.row_shape]
     facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}
@@ -177,10 +166,7 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
 
 
 def _view_rows(column: Column, first: int, last: int) -> Array:
-    """Return the rows ``first`` to ``last - 1``, which must be rows of the local server.
-
-    The result is a view if one shard has all rows. Otherwise it is a copy.
-    """
+    """Return these rows of the local server as a view, or as a copy if no shard has all of them."""
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]
@@ -335,11 +321,7 @@ class DistTensor(Shared):
         return func._implementation(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        """Compare two tensors by identity.
-
-        Raise TypeError for numbers and arrays. A comparison by identity would be False for each of them,
-        which a script could take for a result.
-        """
+        """Compare by identity. Raise TypeError for numbers and arrays, which would all count as unequal."""
         if isinstance(other, int | float | Tensor | np.ndarray | np.generic):
             raise TypeError(f"a DistTensor is not compared by value. {TENSOR_REMEDY}")
         return self is other
@@ -437,7 +419,6 @@ class DistTensor(Shared):
             rows = self._convert(rows).broadcast_to(shape)
         except RuntimeError:
             raise ConfigError(f"{self._name!r} takes shape {shape} here, not {tuple(rows.shape)}") from None
-
         row_array = view_as_numpy(rows.contiguous())
         self.kvstore.push(self._key, ids, row_array, accumulate=accumulate, wait=wait)
 
@@ -451,7 +432,6 @@ class DistTensor(Shared):
         """
         if not isinstance(other, DistTensor):
             return NotImplemented
-
         policy = self.part_policy.policy_str
         other_policy = other.part_policy.policy_str
         is_alike = (self.shape, self.dtype, policy) == (other.shape, other.dtype, other_policy)
@@ -550,11 +530,7 @@ class DistTensor(Shared):
             self.kvstore.remove(self._key)
 
     def local_rows(self) -> Tensor:
-        """Return the (n, *row_shape) rows of the local server.
-
-        The rows of a tensor in memory are a view that the ranks of the server share. The rows of a dataset
-        are a copy.
-        """
+        """Return the local server's (n, *row) rows: a view of shared memory, or a copy of dataset rows."""
         column = self._column
         # Only a column in memory is writable, and such a column has one shard.
         if column.writable:

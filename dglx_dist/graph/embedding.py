@@ -1,7 +1,6 @@
 """``DistEmbedding``: trainable rows on the servers, pulled per mini-batch, updated by ``dglx_dist.optim``."""
 
 import zlib
-from collections import defaultdict
 from collections.abc import Callable
 from typing import final
 
@@ -271,13 +270,9 @@ def _wait_for(gradients: list[RowGradient]) -> None:
 
 def _sum_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
     """Return one gradient for each share of a step, because each share gets another weight."""
-    weighted_by_share = defaultdict(list)
-    for gradient in gradients:
-        weighted_by_share[gradient.share].append((gradient, 1.0))
-
     sums = []
-    for share, weighted in weighted_by_share.items():
-        total = sum_weighted(weighted)
+    for share in dict.fromkeys(gradient.share for gradient in gradients):
+        total = sum_weighted([(gradient, 1.0) for gradient in gradients if gradient.share == share])
         assert total is not None
         sums.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
     return sums

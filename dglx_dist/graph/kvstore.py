@@ -55,11 +55,10 @@ MAX_BYTES = 64 << 20
 
 
 class _Message(NamedTuple):
-    """Part of a push that goes to one rank."""
+    """Part of a push that goes to one rank. ``arrays`` are the ids and their rows."""
 
     rank: int
     arrays: list[Array]
-    """The ids and their rows."""
 
 
 class _UnansweredPush(NamedTuple):
@@ -73,13 +72,11 @@ class _UnansweredPush(NamedTuple):
 def _cut_into_ranges(
     ids: Array, start: int, stop: int, step: int, *, has_repeats: bool
 ) -> Iterator[tuple[int, int]]:
-    """Cut ``ids[start:stop]``, which are ascending, and yield (start, end) of ranges of about ``step`` ids.
-
-    If ids are repeated, a range also contains all repetitions of its last id. It may then be longer.
-    """
+    """Yield (start, end) of ranges of about ``step`` ids of the ascending ``ids[start:stop]``."""
     while start < stop:
         end = min(start + step, stop)
         if has_repeats:
+            # Include all repetitions of the last id.
             end = start + int(np.searchsorted(ids[start:stop], ids[end - 1], side="right"))
         yield start, end
         start = end
@@ -162,10 +159,7 @@ class KVStore:
         self._owners[column.name] = RowOwners(column.bounds, self.placement.topology)
 
     def remove(self, name: str) -> None:
-        """Forget a tensor. Call a barrier first, so that no rank uses its rows any more.
-
-        Raises ConfigError if there is no such tensor.
-        """
+        """Forget a tensor. Call a barrier first, so that no rank uses its rows any more."""
         column = self.column(name)
         del self._columns[column.name]
         del self._owners[column.name]
@@ -275,11 +269,11 @@ class KVStore:
     ) -> list[tuple[Pending, int, int]]:
         """Request the remote ids of ``plan``. Return (call, first slot, end slot) of each message."""
         submit = partial(self.session.rpc.submit, phase=phase, layer=layer)
-        replies = []
-        for rank, first, end in plan.requests(self.placement.serving_ranks, column.rows_per_message):
-            call = submit(rank, self._pull_op, column.name, [plan.ids[first:end]])
-            replies.append((call, first, end))
-        return replies
+        requests = plan.requests(self.placement.serving_ranks, column.rows_per_message)
+        return [
+            (submit(rank, self._pull_op, column.name, [plan.ids[first:end]]), first, end)
+            for rank, first, end in requests
+        ]
 
     def _count_rows(self, column: Column, num_ids: int, plan: RemotePlan) -> None:
         """Add the rows of a pull of ``num_ids`` ids to the counts of ``column``."""
@@ -418,10 +412,7 @@ class KVStore:
             raise errors[0]
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the local server for all its ranks.
-
-        Raise IndexError if another server owns a row.
-        """
+        """Overwrite rows of the local server. Raise IndexError if another server owns a row."""
         column = self._check_rows(name, ids, rows)
         self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
         column.write(ids, np.ascontiguousarray(rows))
@@ -467,10 +458,7 @@ class KVStore:
         return np.concatenate(ids)
 
     def count_nonzero(self, name: str) -> int:
-        """Return the number of nonzero values of a tensor.
-
-        Each other server sends 8 bytes. Not collective.
-        """
+        """Return the number of nonzero values. Each other server sends 8 bytes. Not collective."""
         # A missing tensor raises ConfigError here, before another rank is asked.
         self.column(name)
         return sum(int(answer[0]) for answer in self._query_servers("count_nonzero", name))
@@ -507,16 +495,12 @@ class KVStore:
         return messages
 
     def _split_by_owner(self, column: Column, ids: Array, rows: Array, accumulate: bool) -> list[_Message]:
-        """Split a push into messages to the ranks that own the rows.
-
-        With ``accumulate``, rows of repeated ids are summed first. Otherwise their order is kept, so that the
-        last row of an id counts.
-        """
+        """Split a push into messages to the ranks that own the rows. See :meth:`push` for ``accumulate``."""
         starts = self._owners[column.name].starts
         if accumulate:
             check_summable(column.name, column.info)
-            # This plan groups ids by rank, not by server. An extra rank without rows acts as the local rank,
-            # so that all ids count as remote.
+            # Group ids by rank, not by server. An extra rank without rows acts as the local rank, so that all
+            # ids count as remote.
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
             values = sum_repeated(rows, plan, column.info)
             sorted_ids = plan.ids
@@ -537,10 +521,7 @@ class KVStore:
         return messages
 
     def _submit_unanswered(self, submit: Callable[[_Message], Pending], message: _Message) -> None:
-        """Send a message of a push with ``wait=False``. Answers that have arrived are removed first.
-
-        If :data:`MAX_BYTES` are unanswered, this waits for the oldest answers.
-        """
+        """Send a message of a push with ``wait=False``. Wait first if :data:`MAX_BYTES` are unanswered."""
         num_bytes = payload_bytes(message.arrays)
         with self._push_lock:
             while self._unanswered:

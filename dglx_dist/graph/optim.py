@@ -267,10 +267,7 @@ class SparseOptimizer:
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 
     def read_saved(self, folder: Path) -> None:
-        """Load this rank's rows and settings from ``folder``, after :meth:`check_saved`. All ranks call this.
-
-        Raises StorageError if a file cannot be read any more.
-        """
+        """Load this rank's rows and settings from ``folder`` after :meth:`check_saved`. All ranks call it."""
 
         def read_owned_rows() -> Mapping[str, object]:
             index = read_index(folder)
@@ -296,11 +293,8 @@ class SparseOptimizer:
 
     def _facts(self) -> list[dict[str, Any]]:
         """Return facts about each embedding that must be equal on all ranks, and when the rows are read."""
-        facts = []
-        for param in self.params:
-            weight = param.weight
-            facts.append({"name": weight.name, "shape": list(weight.shape), "dtype": str(weight.dtype)})
-        return facts
+        weights = [param.weight for param in self.params]
+        return [{"name": w.name, "shape": list(w.shape), "dtype": str(w.dtype)} for w in weights]
 
     def _identity(self) -> dict[str, object]:
         """Return further facts that must be equal when a state is read."""
@@ -371,10 +365,7 @@ def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 
 @final
 class SparseSGD(SparseOptimizer):
-    """``torch.optim.SGD`` without momentum, for embeddings.
-
-    ``options`` are ``mode``, ``staleness`` and ``reduction``, see :class:`SparseOptimizer`.
-    """
+    """``torch.optim.SGD`` without momentum, for embeddings. For ``options`` see :class:`SparseOptimizer`."""
 
     def __init__(self, params: Sequence[DistEmbedding], lr: float, **options: Any) -> None:
         super().__init__(params, lambda: sgd_rule(lr), **options)

@@ -286,11 +286,8 @@ class Placement:
 
         To spread the load, local rank i asks local rank i modulo the number of ranks of the other server.
         """
-        serving_ranks = []
-        for server in range(self.topology.num_servers):
-            ranks = self.topology.ranks_of_server(server)
-            serving_ranks.append(ranks[self.topology.local_rank % len(ranks)])
-        return tuple(serving_ranks)
+        ranks_by_server = map(self.topology.ranks_of_server, range(self.topology.num_servers))
+        return tuple(ranks[self.topology.local_rank % len(ranks)] for ranks in ranks_by_server)
 
 
 MAX_MESSAGE_BYTES = FRAME_BYTES
@@ -359,10 +356,7 @@ def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
 
 
 def _assign_preferred(preferred: Array, quota: Array) -> Array:
-    """Return the (n,) local rank of each id. Local rank r gets ``quota[r]`` ids, first those that prefer it.
-
-    A number in ``preferred`` that is not a local rank is no preference.
-    """
+    """Return the (n,) local rank of each id. Rank r gets ``quota[r]`` ids, first those that prefer rank r."""
     local_ranks = np.full(len(preferred), -1, dtype=np.int64)
     for local_rank, num_ids in enumerate(quota):
         positions = np.flatnonzero(preferred == local_rank)

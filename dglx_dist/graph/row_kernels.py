@@ -97,10 +97,7 @@ _AHEAD = 8
 
 
 def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
-    """View two C-contiguous (n, *row) arrays as (n, words) arrays of words with the same width.
-
-    Neither array may be empty, and their rows must have the same shape and dtype.
-    """
+    """View two nonempty C-contiguous (n, *row) arrays of one dtype as (n, words) arrays of equal words."""
     row_bytes = source.nbytes // len(source)
     # A word must divide both addresses and the size of a row, and has at most 8 bytes. The lowest bit that is
     # set in any of these numbers is the greatest power of two that divides all of them.
@@ -115,8 +112,7 @@ def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
-    ``source`` (n, *row) and ``out`` (K, *row) are C-contiguous and have the same dtype. ``ids`` are (K,)
-    int64.
+    Both arrays are C-contiguous and have the same row shape and dtype. ``ids`` are (K,) int64.
     """
     if len(ids) and source.size:
         source_words, out_words = view_as_words(source, out)
@@ -222,10 +218,7 @@ def _request(start: int, row_bytes: int, rows: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
-    """Copy the rows of ``ids`` to the same positions of ``out``. Row 0 of ``source`` has the id ``first``.
-
-    Ids without a row in ``source`` are skipped, so ``out`` keeps its values at their positions.
-    """
+    """Copy the rows of ``ids`` that are in ``source`` to their positions in ``out``."""
     num_rows, num_words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
@@ -370,10 +363,7 @@ class RemotePlan(NamedTuple):
     """(hits,) int64 slots of these ids in the cache."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
-        """Return (rank, first slot, end slot) of each message. A message has at most ``max_ids`` slots.
-
-        ``ranks`` has, for each server, the rank that answers requests for its rows.
-        """
+        """Return (rank, first slot, end slot) of each message. ``ranks`` has the rank to ask per server."""
         messages = []
         slot_ranges = pairwise(self.server_starts.tolist())
         for rank, (first, end) in zip(ranks, slot_ranges, strict=True):
@@ -417,7 +407,6 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
     slot_of_index, server_starts = group_by_range(distinct_ids, bounds)
     slot_ids = np.empty(len(distinct_ids), np.int64)
     slot_ids[slot_of_index] = distinct_ids
-
     # Count the positions of each slot. The sum of the counts gives the starts.
     starts = np.zeros(len(distinct_ids) + 1, np.int64)
     for k in range(len(misses)):
@@ -435,10 +424,7 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
 
 @njit(cache=True, nogil=True)
 def _split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the positions of the ids to request, and the positions and slots of the cached ids, all int64.
-
-    Ids in [``low``, ``high``) are local and appear in neither result.
-    """
+    """Return the positions of ids to request, and the positions and slots of cached ids. Skip local ids."""
     # These arrays are longer than needed, but unused memory costs nothing until it is written.
     miss_positions = np.empty(len(ids), np.int64)
     hit_positions = np.empty(len(ids), np.int64)
@@ -483,10 +469,7 @@ def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _find_distinct(ids: Array, positions: Array, index_of_position: Array) -> Any:
-    """Return the distinct ids at ``positions`` in order of appearance.
-
-    ``index_of_position`` is filled with the index of each position's id among them.
-    """
+    """Return the distinct ids at ``positions`` in order of appearance. Fill in ``index_of_position``."""
     # An open-addressing hash table, at most half full, finds repeated ids.
     num_bits = 4
     while (1 << num_bits) < 2 * len(positions):

@@ -34,10 +34,10 @@ def pack_hop_parameters(fanout: int, stream: int) -> str:
 
 
 def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function by which a server draws in-edges. Its parameters are :func:`pack_hop_parameters`.
+    """Return the function that draws in-edges on a server, with :func:`pack_hop_parameters` as parameters.
 
-    A request adds the edges that its batch excludes to ``rule``. ``weights`` maps the first node of a shard
-    to (E,) float32 edge weights. It is empty for uniform draws.
+    The edges that a request excludes are added to ``rule``. ``weights`` maps the first node of a shard to
+    (E,) float32 edge weights, and is empty for uniform draws.
     """
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
@@ -189,14 +189,9 @@ def read_fanouts(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) 
 
 def _resolve_type(key: object, types: Collection[K], what: str) -> K:
     """Return the type that ``key`` names, which may be the relation of an edge type."""
-    matches = []
-    for candidate in types:
-        names: tuple[object, ...] = (candidate,)
-        if what == "edge":
-            _, relation, _ = cast("EdgeType", candidate)
-            names = (candidate, relation)
-        if key in names:
-            matches.append(candidate)
+    matches = [candidate for candidate in types if candidate == key]
+    if what == "edge":
+        matches += [candidate for candidate in types if cast("EdgeType", candidate)[1] == key]
     if len(matches) != 1:
         problem = "several types are" if matches else "there is no type"
         raise ConfigError(f"{problem} {key!r} among the {what} types {', '.join(map(str, types))}")

@@ -83,10 +83,8 @@ def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
     """Return the name of this machine, and the number of rows of its servers."""
     topology = session.topology
     own_host = session.hosts[topology.rank]
-    servers = set()
-    for server, host in zip(topology.server_of_rank, session.hosts, strict=True):
-        if host == own_host:
-            servers.add(server)
+    hosts = zip(topology.server_of_rank, session.hosts, strict=True)
+    servers = {server for server, host in hosts if host == own_host}
     return own_host, sum(int(bounds[server + 1] - bounds[server]) for server in servers)
 
 

@@ -225,10 +225,9 @@ class SparseExchange:
         session.rpc.register(op, self._receive)
 
     def step(self, sums: Sequence[RowSum | None], is_used: Sequence[bool], problem: str = "") -> None:
-        """Apply a step. ``sums`` has this rank's weighted gradient of each parameter.
+        """Apply a step with this rank's weighted gradient of each parameter. See :meth:`_send`.
 
-        ``is_used`` tells whether each parameter was used. ``problem`` is the reason why this rank cannot take
-        the step, or "". Raises ConfigError if another rank has a problem.
+        Raises ConfigError if another rank has a problem. With a ``problem`` of this rank nothing is applied.
         """
         if self._staleness is None:
             self._step_together(self._send(sums, is_used, problem), problem)
@@ -275,7 +274,6 @@ class SparseExchange:
                 raise ConfigError(f"rank {rank} on {host}: {message.problem}")
         if problem:
             return
-
         for index, table in enumerate(self._tables):
             if any(message.is_used[index] for message in messages.values()):
                 table.apply([message.gradients[index] for message in messages.values()])

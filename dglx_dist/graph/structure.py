@@ -146,10 +146,7 @@ def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude:
 def count_sources(
     shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
 ) -> Array:
-    """Return the (N,) int64 number of edges of each source.
-
-    With ``nodes``, only edges to destinations of this half-open range count.
-    """
+    """Return the (N,) number of edges of each source, to all destinations or to the range ``nodes``."""
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
         shard_range = shard.first_node, shard.last_node
@@ -276,10 +273,7 @@ class Structure:
         """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) int64 number of in-edges of existing destinations.
-
-        With ``outside``, only edges with a source outside this half-open range count.
-        """
+        """Return the (K,) number of in-edges of nodes, only from sources outside a range if one is passed."""
         return self._count_in_edges(nodes, outside)[0]
 
     def out_degrees(self, nodes: Array) -> Array:
@@ -365,7 +359,7 @@ class PartitionedStructure(Structure):
     """The local server's parts in memory. In-edges of other parts come from their servers by one-sided calls.
 
     The constructor is collective. It raises StorageError on all ranks if a part cannot be opened on its
-    server. ``label`` is a unique name in the session and the same on all ranks.
+    server. All ranks pass the same ``label``, which is unique in the session.
     """
 
     is_replicated = False
@@ -462,15 +456,12 @@ class PartitionedStructure(Structure):
     def out_degrees(self, nodes: Array) -> Array:
         # Every server is asked, because out-edges are stored with their destinations.
         op = self._name_op("out_degrees")
-        calls = []
-        for rank in self._placement.serving_ranks:
-            if rank != self._placement.topology.rank:
-                calls.append(self._session.rpc.submit(rank, op, "", [nodes], phase="structure"))
-
-        degrees: Array = self._count_out_edges(nodes)[0]
-        for call in calls:
-            degrees = degrees + call.result()[0]
-        return degrees
+        own_rank = self._placement.topology.rank
+        other_ranks = [rank for rank in self._placement.serving_ranks if rank != own_rank]
+        submit = self._session.rpc.submit
+        calls = [submit(rank, op, "", [nodes], phase="structure") for rank in other_ranks]
+        (degrees,) = self._count_out_edges(nodes)
+        return sum((call.result()[0] for call in calls), degrees)
 
     def submit_find_edges(self, edge_ids: Array) -> PendingAnswers:
         return self._submit_to_owners("find_edges", edge_ids, self._edge_bounds, self._find_edges)
