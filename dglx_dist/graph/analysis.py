@@ -84,22 +84,18 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
     first_servers = range(0, servers, _SERVERS_PER_PASS)
     num_edges = manifest.num_edges(etype)
     is_long = num_edges * hops > _MIN_EDGES_FOR_PROGRESS
-    nodes_by_pass, edges_by_pass = [], []
+    counts_by_pass = []
     with progress("Following in-edges", num_edges * len(first_servers), enabled=is_long) as advance:
         for first in first_servers:
             pass_bounds = bounds[first : first + _SERVERS_PER_PASS + 1]
-            nodes, edges = _count_neighborhoods(dataset, etype, pass_bounds, hops)
-            nodes_by_pass.append(nodes)
-            edges_by_pass.append(edges)
+            counts_by_pass.append(_count_neighborhoods(dataset, etype, pass_bounds, hops))
             advance(num_edges)
-    nodes = np.concatenate(nodes_by_pass, axis=1)
-    return Expansion(nodes=nodes, edges=np.concatenate(edges_by_pass, axis=1))
+    nodes, edges = np.concatenate(counts_by_pass, axis=2)
+    return Expansion(nodes=nodes, edges=edges)
 
 
-def _count_neighborhoods(
-    dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int
-) -> tuple[Array, Array]:
-    """Return (K + 1, S) nodes and in-edges within 0 to ``hops`` hops of at most 64 servers."""
+def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int) -> Array:
+    """Return (2, K + 1, S) counts of nodes and in-edges within 0 to K ``hops`` of at most 64 servers."""
     num_servers = len(bounds) - 1
     offsets = dataset.manifest.node_offsets[etype[2]].tolist()
     dtypes = (np.uint8, np.uint16, np.uint32, np.uint64)
@@ -126,8 +122,7 @@ def _count_neighborhoods(
         for part_id, (first, end) in enumerate(pairwise(offsets)):
             _count(dataset.part(part_id).indptr(etype), bits[first:end], counts)
         counts_by_hop.append(counts[:, :num_servers])
-    nodes, edges = np.stack(counts_by_hop, axis=1)
-    return nodes, edges
+    return np.stack(counts_by_hop, axis=1)
 
 
 @njit(cache=True, nogil=True)
@@ -268,19 +263,19 @@ def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> N
         raise ConfigError(f"by={by!r}. Choose 'endpoints', 'half' or 'position'.")
     if (back[0], back[2]) != (etype[2], etype[0]):
         raise ConfigError(
-            f"edges of {back} cannot be the reverse of {etype}. They must lead from {etype[2]!r} to "
-            f"{etype[0]!r}."
+            f"edges of {back} cannot be the reverse of {etype}. They must lead from "
+            f"{etype[2]!r} to {etype[0]!r}."
         )
 
     num_edges = g.num_edges(etype)
     num_back = g.num_edges(back)
     if by == "half" and (etype != back or num_edges % 2):
         raise ConfigError(
-            f"by='half' pairs the first half of one edge type with its second, but {etype} has {num_edges} "
-            f"edges (reverse type {back}). Use by='endpoints'."
+            f"by='half' pairs the first half of one edge type with its second, but {etype} "
+            f"has {num_edges} edges (reverse type {back}). Use by='endpoints'."
         )
     if by == "position" and (etype == back or num_edges != num_back):
         raise ConfigError(
-            f"by='position' pairs edges of two types one to one, but {etype} has {num_edges} edges and "
-            f"{back} has {num_back}. Use by='endpoints'."
+            f"by='position' pairs edges of two types one to one, but {etype} has {num_edges} "
+            f"edges and {back} has {num_back}. Use by='endpoints'."
         )

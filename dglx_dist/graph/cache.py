@@ -71,7 +71,6 @@ def compute_access_probability(
         seed_probability[ntype][ids] = min(1.0, batch_size / max(num_seeds, 1))
     in_batch, joined_last = seed_probability, seed_probability
     not_drawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
-
     for fanout_of_type in reversed(fanouts):
         # Add up the logarithms of m_h over the edges of each node.
         log_missed = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
@@ -179,7 +178,6 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     num_rows = int(gather_int64([len(ids)], session)[leader, 0])
     num_slots, num_keys = compute_table_sizes(num_rows, column.num_rows) if num_rows else (0, 0)
 
-    # The first rank of the server calls the functions that fill the memory.
     def fetch_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         return store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
 
@@ -231,7 +229,6 @@ class CacheRequest:
                 "use policy='halo', which needs neither fanouts nor batch_size."
             )
         check_integer("batch_size", self.batch_size, least=1)
-        # A list of fan-outs may be an array, which has no truth value.
         if not len(self.fanouts):
             raise ConfigError("fanouts is empty. Pass one per layer, input-most first, e.g. [25, 10].")
 
@@ -250,14 +247,12 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
     check_equal(session, "cache_rows", arguments, "pass the same arguments on all ranks")
-
     topology = session.topology
     first, end = column.bounds[topology.server : topology.server + 2].tolist()
     cache_id = store.next_number()
     if request.policy == LOOK_AHEAD:
         return _open_look_ahead(store, column, request.alpha, (first, end))
 
-    # Every rank takes part in the scores. The first rank of each server chooses the rows.
     scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")
     is_leader = topology.local_rank == 0
     top_ids = NO_IDS
@@ -305,8 +300,8 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
         _, free_bytes = machine_memory()
         if num_ranks * num_rows * column.row_bytes > free_bytes:
             raise ConfigError(
-                f"{num_ranks} x {num_rows} rows of {column.row_bytes} bytes of {column.name!r} exceed "
-                "the free memory. Use a smaller alpha."
+                f"{num_ranks} x {num_rows} rows of {column.row_bytes} bytes of "
+                f"{column.name!r} exceed the free memory. Use a smaller alpha."
             )
         return LookAheadRows(num_rows, column.info, local_range, column.num_rows)
 
@@ -381,8 +376,8 @@ def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(
-            "policy='vip' needs all edges, but this server holds only its own. Use policy='degree' or "
-            "'halo', or open the graph with structure='replicated'."
+            "policy='vip' needs all edges, but this server holds only its own. Use "
+            "policy='degree' or 'halo', or open the graph with structure='replicated'."
         )
     assert request.fanouts is not None
     assert request.batch_size is not None

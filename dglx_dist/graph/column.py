@@ -138,7 +138,6 @@ class JointRequest:
         for reply, begin, end in replies:
             (answer,) = reply.result()
             check_answer(answer, out, end - begin)
-            # The message may contain rows of other plans.
             selection: Any = slice(begin, end)
             if len(self._plans) > 1:
                 selection = np.flatnonzero((indices >= begin) & (indices < end))
@@ -225,7 +224,6 @@ class LookAheadRows:
         self._first_inputs.append(self._next_input)
         self._reserve_entries(len(remote_ids))
 
-        # The oldest announced batch is the batch of the current step.
         step = self._step + len(self._first_inputs) - 1
         input_bounds = (self._next_input, self._first_inputs[0])
         uses = self._last_input, self._next_use, self._later_use
@@ -360,8 +358,8 @@ class Column:
             rows = shard.rows
             if rows.dtype != dtype or rows.shape[1:] != self.info.row_shape or not rows.flags.c_contiguous:
                 raise ConfigError(
-                    f"the rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, but they must be "
-                    f"{dtype} with rows of shape {self.info.row_shape} in C order"
+                    f"the rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, but "
+                    f"they must be {dtype} with rows of shape {self.info.row_shape} in C order"
                 )
 
     @cached_property
@@ -400,8 +398,8 @@ class Column:
         dtype = torch_dtype(self.info.dtype)
         if tuple(values.shape) != shape or values.dtype != dtype:
             raise ConfigError(
-                f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}, "
-                f"but it must return {dtype} of shape {shape}"
+                f"the pull handler of {self.name!r} returned {values.dtype} of shape "
+                f"{tuple(values.shape)}, but it must return {dtype} of shape {shape}"
             )
         out[positions] = view_as_numpy(values.detach().contiguous())
 
@@ -429,8 +427,8 @@ class Column:
     def check_writable(self) -> None:
         if not self.writable:
             raise ConfigError(
-                f"{self.name!r} belongs to the dataset on disk, which is read-only. Create a writable tensor "
-                "with g.new_tensor(shape, dtype, name)."
+                f"{self.name!r} belongs to the dataset on disk, which is read-only. Create a "
+                "writable tensor with g.new_tensor(shape, dtype, name)."
             )
 
 
@@ -452,8 +450,8 @@ class CacheCounts:
 def check_cacheable(column: Column) -> None:
     if column.writable:
         raise ConfigError(
-            f"{column.name!r} can be written to, which would make cached rows stale. Only columns "
-            "of the dataset, which are read-only, can be cached."
+            f"{column.name!r} can be written to, which would make cached rows stale. Only "
+            "columns of the dataset, which are read-only, can be cached."
         )
 
 
@@ -555,8 +553,6 @@ def _assign_slots(
         if uses[k] > cut_use or (uses[k] == cut_use and num_entering == 0):
             continue
         num_entering -= uses[k] == cut_use
-
-        # Skip the slots of rows that are kept.
         while next_use[slot] < cut_use or (next_use[slot] == cut_use and num_kept > 0):
             num_kept -= next_use[slot] == cut_use
             slot += 1

@@ -55,9 +55,8 @@ log = logging.getLogger(__name__)
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
     """Open a dataset on every rank. The first rank of each machine checks its files. All ranks call this.
 
-    Raises:
-        StorageError: on all ranks, if a rank cannot open the dataset, or if the ranks see different datasets.
-        DatasetError: on the rank that checks, if an id is out of range. Other ranks raise StorageError.
+    Raises StorageError on all ranks, if a rank cannot open the dataset or the ranks see different datasets.
+    If an id is out of range, the rank that checks raises DatasetError instead.
     """
 
     def check_and_open() -> StoredDataset | None:
@@ -153,7 +152,6 @@ def _fits_in_memory(dataset: StoredDataset) -> bool:
 
     num_bytes = 0
     for etype in manifest.edge_types:
-        # Row starts are int64. Source ids are int32 or int64.
         num_bytes += 8 * (manifest.num_nodes(etype[2]) + 1)
         num_bytes += dataset.part(0).indices(etype).itemsize * manifest.num_edges(etype)
     _, free_bytes = machine_memory()
@@ -184,7 +182,6 @@ def add_columns(
         "node": (StoredPart.node_data, StoredPart.original_node_ids),
         "edge": (StoredPart.edge_data, StoredPart.original_edge_ids),
     }
-
     # All columns together decide whether rows are read from disk.
     mapped_rows = []
     for key, policy in policies.items():
@@ -218,9 +215,8 @@ def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
 class DistGraph(Shared):
     """A partitioned dataset. Opening and closing it is collective. Any rank may use it alone at any time.
 
-    Nodes and edges have the ids of the dataset, which are contiguous for each type and part.
-    :meth:`orig_ids` returns the ids of the source.
-    This is not a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
+    Nodes and edges have the ids of the dataset, which are contiguous for each type and part. The graph is not
+    a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
 
     Args:
         folder: Folder that ``dglx partition`` wrote.
@@ -235,8 +231,7 @@ class DistGraph(Shared):
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
             are fewer parts than servers.
         StorageError: on all ranks, if a rank cannot open the dataset.
-        DatasetError: on the rank that checks the files, if an id is out of range. Other ranks raise
-            StorageError.
+        DatasetError: in place of StorageError, on the rank that checks the files, if an id is out of range.
     """
 
     def __init__(
@@ -252,9 +247,8 @@ class DistGraph(Shared):
             raise ConfigError("pass DistGraph the folder of a dataset, or DGL's JSON file as part_config=")
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
-            # Scripts move blocks of DGL themselves. On this device, DGL's own kernels cannot process them.
+            # Blocks that a script itself moves to the device need the torch path.
             install()
-
         if folder is None:
             folder = import_if_changed(Path(str(part_config)), self.session)
         self.dataset: StoredDataset = open_together(Path(folder), self.session, verify)
@@ -392,13 +386,9 @@ class DistGraph(Shared):
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
         """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
-        Args:
-            name: Name of the policy, which is a part of the names of all tensors with this policy.
-            rows: Number of rows to cut evenly over the S servers, or (S + 1,) bounds. Server s then has the
-                rows ``rows[s]:rows[s + 1]``.
-
-        Raises:
-            ConfigError: the name contains ``~``, the number is negative, or the bounds are invalid.
+        ``rows`` is the number of rows to cut evenly over the S servers, or (S + 1,) bounds. Server s then has
+        the rows ``rows[s]:rows[s + 1]``. Raises ConfigError if the name contains ``~``, the number is
+        negative, or the bounds are invalid.
         """
         if "~" in name:
             raise ConfigError(f"the policy name {name!r} contains '~'. Choose another name.")

@@ -52,8 +52,8 @@ GRAPH_REMEDY = (
     "loader of dglx_dist.dataloading. Pass messages along their blocks, or on dx.local_graph(g)."
 )
 TENSOR_REMEDY = (
-    "Its rows lie on the servers. t[:] returns all of them as one torch tensor, and t[ids] returns some. "
-    "dx.node_split(mask) returns this rank's share of a mask."
+    "Its rows lie on the servers. t[:] returns all of them as one torch tensor, and t[ids] "
+    "returns some. dx.node_split(mask) returns this rank's share of a mask."
 )
 
 
@@ -144,8 +144,8 @@ def _resolve_policy(
         policy = policy_or_graph.find_policy_of_length(num_rows)
     if num_rows != policy.get_size():
         raise ConfigError(
-            f"a tensor has {num_rows} rows, but {policy.policy_str} has {policy.get_size()}. Use the same "
-            "number."
+            f"a tensor has {num_rows} rows, but {policy.policy_str} has {policy.get_size()}. "
+            "Use the same number."
         )
     return policy, make_column_info(dtype, tuple(row_shape))
 
@@ -157,7 +157,6 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
     facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}
     check_equal(store.session, "a tensor", facts, "create it with the same arguments on all ranks")
 
-    # The ranks of a server find the shared memory by this name.
     file_name = f"{store.label}-tensor-{store.next_number()}"
     rows = map_shared_rows(store.session, file_name, policy.get_part_size(), info, init)
     shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
@@ -219,9 +218,8 @@ class DistTensor(Shared):
             each server calls it. The default is zeros.
         part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
             ``g.new_policy(name, rows)`` for rows that are neither.
-        persistent: Accepted for DGL, without effect. DGL frees a tensor with its object unless this is True.
-            No rank can do that alone here. Tensors live until :meth:`delete`, the end of their ``with``
-            block, or the end of the session. Their memory is then free however the ranks end.
+        persistent: Accepted for DGL, without effect. Tensors live until :meth:`delete`, the end of their
+            ``with`` block, or the end of the session.
         is_gdata: Whether ``g.nodes[...].data`` shows the tensor.
         attach: Whether the name may be that of an existing tensor.
         graph: Graph of the tensor. The default is the graph that was opened last.
@@ -309,7 +307,6 @@ class DistTensor(Shared):
         if func is not torch.nonzero:
             raise TypeError(f"torch's {func.__name__} takes no DistTensor. {TENSOR_REMEDY}")
         options = dict(kwargs or {})
-        # The caller may pass the tensor by position or as ``input=``.
         tensor = args[0] if args else options.pop("input")
         return tensor.nonzero(**options)
 
@@ -441,7 +438,6 @@ class DistTensor(Shared):
                 "two masks, or tensors of integers, of the same shape, dtype, policy and graph."
             )
 
-        # Each rank computes the rows that it owns.
         result = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
         ids = np.arange(*self.part_policy.owned_range)
         joined_rows = (self[ids] | other[ids]).cpu()
@@ -484,12 +480,9 @@ class DistTensor(Shared):
     def load(self, folder: str | Path, name: str | None = None) -> None:
         """Fill the tensor from the result of :meth:`save` on any number of ranks. Every rank must call this.
 
-        ``name`` is the name of the tensor in the folder. It may be None if the folder has one tensor.
-
-        Raises:
-            StorageError: on all ranks, if the folder is missing or damaged for one, or if the tensor has
-                another shape, dtype or dataset. Nothing has changed then.
-            ConfigError: the tensor belongs to the dataset on disk.
+        ``name`` may be None if the folder has one tensor. Raises ConfigError if this tensor belongs to the
+        dataset on disk. Raises StorageError on all ranks, if the folder is missing or damaged for one of
+        them, or has another shape, dtype or dataset. Nothing has changed then.
         """
         column = self._column
         session = self.kvstore.session
@@ -544,9 +537,8 @@ class DistTensor(Shared):
     def delete(self) -> None:
         """Free the tensor. Every rank must call this, and no rank may use the tensor afterwards.
 
-        Raises:
-            ConfigError: the tensor belongs to the dataset. Nothing has changed then.
-            RemoteError: on all ranks, once, if a push with ``wait=False`` failed. The tensor still exists.
+        The tensor still exists after an error. Raises ConfigError if the tensor belongs to the dataset, and
+        RemoteError on all ranks, once, if a push with ``wait=False`` failed.
         """
         if not self._column.writable:
             raise ConfigError(
@@ -630,8 +622,8 @@ class DataView(MutableMapping[str, DistTensor]):
         """Give an existing tensor a name on this rank. Call it on every rank that will look it up."""
         if not isinstance(value, DistTensor):
             raise ConfigError(
-                f"{name!r} would be a {type(value).__name__} of this rank only. Make a DistTensor with "
-                "part_policy= and write the rows: t[ids] = rows."
+                f"{name!r} would be a {type(value).__name__} of this rank only. Make a "
+                "DistTensor with part_policy= and write the rows: t[ids] = rows."
             )
         num_rows = self._policy.get_size()
         if len(value) != num_rows:

@@ -39,7 +39,6 @@ def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 
 
     The draws depend only on the seed, the name of the tensor and the id of the row.
     """
-    # The lower half of the stream is a hash of the name, and the upper half is the seed.
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
         _fill_with_draws(rows.numpy(), first, stream)
@@ -83,8 +82,7 @@ class DistEmbedding(Shared):
 
     A call of the embedding pulls the rows of a mini-batch. ``backward`` stores their gradients here, and
     ``step()`` of an optimizer of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows.
-    Without ``step()``, at most one gradient row for each distinct id is kept. Calls under
-    ``torch.no_grad()`` keep no gradients.
+    Without ``step()``, at most one gradient row for each id is kept. ``torch.no_grad()`` keeps none.
 
     Creating an embedding is collective. If the name exists, the embedding uses that tensor. Any rank may call
     an embedding alone. In synchronous mode no barrier is needed between ``step()`` and a call of another
@@ -93,11 +91,10 @@ class DistEmbedding(Shared):
     Args:
         num_embeddings: Number of rows: the number of nodes or edges of a type.
         embedding_dim: Number of columns d.
-        name: Name, the same on all ranks, which ``g.nodes[...].data`` shows. With None, nothing can attach to
-            it later.
+        name: Name in ``g.nodes[...].data``, the same on all ranks. With None, nothing can attach later.
         init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
-            each server calls it. The default is uniform in [-scale, scale), keyed by the session's seed, the
-            name and the id of the row. It is the same for any number of ranks and servers.
+            each server calls it. The default is uniform in [-scale, scale). The draws depend on the session's
+            seed, the name and the row's id, and not on the number of ranks.
         part_policy: ``g.get_node_partition_policy(ntype)`` or another policy. It is needed if several types
             have ``num_embeddings`` nodes or edges.
         dtype: float32, float64, bfloat16 or float16. The last two, and the states of their optimizers, are

@@ -105,7 +105,6 @@ class KVStore:
         self._owners: dict[str, RowOwners] = {}
         self._counts_lock = threading.Lock()
         self._counter = count()
-        # The oldest message comes first.
         self._unanswered: deque[_UnansweredPush] = deque()
         self._unanswered_bytes = 0
         self._push_errors: list[DglxError] = []
@@ -134,12 +133,9 @@ class KVStore:
     ) -> None:
         """Add a read-only tensor. Part p owns the rows ``offsets[p]:offsets[p + 1]``.
 
-        Args:
-            shards: (n, *row) rows of every part of the local server.
-            on_disk: Whether the rows are in files that do not fit in memory.
-
-        Raises:
-            ConfigError: the name is taken, or rows do not match ``offsets`` or ``info``.
+        ``shards`` has the (n, *row) rows of every part of the local server. ``on_disk`` tells whether they
+        are in files that do not fit in memory. Raises ConfigError if the name is taken, or the rows do not
+        match ``offsets`` or ``info``.
         """
         local_shards = []
         for part, rows in sorted(shards.items()):
@@ -371,31 +367,27 @@ class KVStore:
             op_name = f"{self.label}.{op}"
             return self.session.rpc.submit(message.rank, op_name, name, message.arrays, phase="push")
 
+        own_messages = [message for message in messages if message.rank == self._rank]
         remote_messages = [message for message in messages if message.rank != self._rank]
         calls = []
-        if wait:
-            calls = [submit(message) for message in remote_messages]
-        else:
-            for message in remote_messages:
+        for message in remote_messages:
+            if wait:
+                calls.append(submit(message))
+            else:
                 self._submit_unanswered(submit, message)
 
         # This rank updates its own rows while the other ranks work.
-        for message in messages:
-            if message.rank == self._rank:
-                submit(message).result()
+        for message in own_messages:
+            submit(message).result()
         for call in calls:
             call.result()
 
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
 
-        Not collective. If some of these pushes failed, the first error is raised once. Closing a graph or a
-        session does the same.
-
-        Raises:
-            PeerError: ``timeout_s`` passed (the message names the silent ranks), or an owner is dead. The
-                default is the time limit of the session.
-            RemoteError: an owner cannot write.
+        Not collective. Closing a graph or a session does the same. If some of the pushes failed, the first
+        error is raised once: PeerError if an owner is dead, or RemoteError if it cannot write. Also raises
+        PeerError with the silent ranks after ``timeout_s``, by default the time limit of the session.
         """
         if timeout_s is None:
             timeout_s = self.session.timeout_s
@@ -459,7 +451,6 @@ class KVStore:
 
     def count_nonzero(self, name: str) -> int:
         """Return the number of nonzero values. Each other server sends 8 bytes. Not collective."""
-        # A missing tensor raises ConfigError here, before another rank is asked.
         self.column(name)
         return sum(int(answer[0]) for answer in self._query_servers("count_nonzero", name))
 
@@ -479,8 +470,8 @@ class KVStore:
         position = find_first_outside(ids - first, last - first)
         if position >= 0:
             raise IndexError(
-                f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} of "
-                f"{column.name!r}, but received id {ids[position]}"
+                f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} "
+                f"of {column.name!r}, but received id {ids[position]}"
             )
 
     def _split_by_server(self, column: Column, ids: Array, rows: Array) -> list[_Message]:
@@ -645,6 +636,6 @@ def _check_out(out: Tensor, num_rows: int, column: Column) -> None:
     has_memory = out.device.type == "cpu" and out.is_contiguous()
     if tuple(out.shape) != shape or out.dtype != dtype or not has_memory:
         raise ConfigError(
-            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "
-            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape "
+            f"{shape}, not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )

@@ -179,8 +179,8 @@ class SparseOptimizer:
             saved_names = sorted(entry["states"])
             if saved_names != present:
                 raise ConfigError(
-                    f"the state holds {saved_names} of {name!r}, but this optimizer has {present}. "
-                    "Build the same optimizer."
+                    f"the state holds {saved_names} of {name!r}, but this optimizer has "
+                    f"{present}. Build the same optimizer."
                 )
 
         for name, entry in embedding_states.items():
@@ -333,7 +333,6 @@ class SparseOptimizer:
 
 
 def _find_session(params: object) -> Session:
-    # Invalid parameters are refused later, on all ranks of a session.
     for param in params if isinstance(params, list | tuple) else (params,):
         if isinstance(param, DistEmbedding):
             return param.kvstore.session
@@ -343,13 +342,12 @@ def _find_session(params: object) -> Session:
 def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
     if isinstance(params, DistEmbedding):
         raise ConfigError("params is a DistEmbedding. Pass a list: [embedding].")
-
     embeddings = tuple(params)
     for position, param in enumerate(embeddings):
         if not isinstance(param, DistEmbedding):
             raise ConfigError(
-                f"params[{position}] is a {type(param).__name__}. Pass DistEmbeddings here, and the "
-                "parameters of the model to an optimizer of torch.optim."
+                f"params[{position}] is a {type(param).__name__}. Pass DistEmbeddings here, "
+                "and the parameters of the model to an optimizer of torch.optim."
             )
         if param.kvstore is not embeddings[0].kvstore:
             raise ConfigError(f"{param.name!r} belongs to another graph. Make one optimizer for each graph.")

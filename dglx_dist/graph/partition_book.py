@@ -32,8 +32,8 @@ class RowOwners:
     def __init__(self, bounds: Array, topology: Topology) -> None:
         if bounds.shape != (topology.num_servers + 1,):
             raise ConfigError(
-                f"bounds have shape {bounds.shape} for {topology.num_servers} servers, but must have shape "
-                f"({topology.num_servers + 1},)"
+                f"bounds have shape {bounds.shape} for {topology.num_servers} servers, but "
+                f"must have shape ({topology.num_servers + 1},)"
             )
         self._bounds = bounds
         self._topology = topology
@@ -255,9 +255,9 @@ class Placement:
         servers = self.topology.num_servers
         if self.num_parts < servers:
             raise ConfigError(
-                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers. Partition it "
-                f"again with `dglx partition DATA --parts {servers} --out DIR`, or start "
-                f"{self.num_parts} server(s)."
+                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers. "
+                f"Partition it again with `dglx partition DATA --parts {servers} --out DIR`, "
+                f"or start {self.num_parts} server(s)."
             )
 
     @cached_property
@@ -419,8 +419,8 @@ def _read_bytes(values: Array, count: int, what: str, *, is_tensor: bool) -> Arr
     looks_like_mask = len(values) == count and (is_tensor or values.max(initial=0) <= 1)
     if looks_like_mask != is_tensor:
         raise IndexError(
-            f"{what} has {count} rows and is indexed with {len(values)} uint8 values, which torch reads as a "
-            "mask and NumPy as ids. Convert a mask to bool, or ids to int64."
+            f"{what} has {count} rows and is indexed with {len(values)} uint8 values, which "
+            "torch reads as a mask and NumPy as ids. Convert a mask to bool, or ids to int64."
         )
     return values.astype(np.bool_) if is_tensor else values
 

@@ -399,7 +399,6 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
         positions[slots] = misses
         starts = np.arange(len(misses) + 1)
         return ids[positions], server_starts, starts, positions, hit_positions, hit_slots
-
     # Slots number the distinct ids by server. So the distinct ids are first found in order of appearance,
     # and then grouped by server.
     index_of_miss = np.empty(len(misses), np.int64)
@@ -407,7 +406,6 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
     slot_of_index, server_starts = group_by_range(distinct_ids, bounds)
     slot_ids = np.empty(len(distinct_ids), np.int64)
     slot_ids[slot_of_index] = distinct_ids
-    # Count the positions of each slot. The sum of the counts gives the starts.
     starts = np.zeros(len(distinct_ids) + 1, np.int64)
     for k in range(len(misses)):
         starts[slot_of_index[index_of_miss[k]] + 1] += 1
@@ -486,7 +484,6 @@ def _find_distinct(ids: Array, positions: Array, index_of_position: Array) -> An
         entry = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
         while table[entry] >= 0 and distinct_ids[table[entry]] != key:
             entry = (entry + np.uint64(1)) & mask
-
         if table[entry] < 0:
             table[entry] = num_distinct
             distinct_ids[num_distinct] = key
@@ -509,7 +506,6 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
 
     Return (slots, *row) sums in the dtype of ``info``. Integers wrap around.
     """
-    # If no id is repeated, each sum is one row.
     if len(plan.positions) == len(plan.ids):
         return take_rows(rows, plan.positions)
     wide_rows = _widen(rows, info)
@@ -559,7 +555,6 @@ def _sum(rows: Array, starts: Array, positions: Array, out: Array) -> None:
     for slot in range(out.shape[0]):
         row = np.uint64(positions[starts[slot]])
         target = np.uint64(slot)
-        # The first row of a slot initializes its sum.
         for column in range(num_columns):
             out[target, np.uint64(column)] = rows[row, np.uint64(column)]
         for index in range(starts[slot] + 1, starts[slot + 1]):

@@ -144,7 +144,6 @@ def build_sampled_graph(
         destinations = np.repeat(nodes, np.diff(edges.indptr))
         endpoints[etype] = torch.from_numpy(edges.sources), torch.from_numpy(destinations)
         edge_ids[etype] = torch.from_numpy(edges.edge_ids)
-
     graph = dgl.heterograph(endpoints, num_nodes_dict=num_nodes, idtype=torch.int64)
     for etype, ids in edge_ids.items():
         graph.edges[etype].data[dgl.EID] = ids

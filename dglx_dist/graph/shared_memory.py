@@ -48,8 +48,8 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
             free_bytes = min(machine_memory()[1], free_bytes)
         if num_bytes > free_bytes:
             raise ConfigError(
-                f"{what} needs {num_bytes / 1e9:.3f} GB for {num_rows} rows of {row_bytes} bytes on "
-                f"{host}, but {free_bytes / 1e9:.3f} GB are free; {remedy}"
+                f"{what} needs {num_bytes / 1e9:.3f} GB for {num_rows} rows of {row_bytes} "
+                f"bytes on {host}, but {free_bytes / 1e9:.3f} GB are free; {remedy}"
             )
 
     run_on_all_ranks(session, check_local_memory, ConfigError)

@@ -178,7 +178,6 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
         return 1.0
     if share is not None:
         return share.num_local / share.num_global
-    # A single rank has all targets.
     if world_size == 1:
         return 1.0
     raise ConfigError(

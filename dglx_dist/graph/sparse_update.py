@@ -163,7 +163,6 @@ class OwnedRows:
             self.rule.update(view_as_numpy(rows), gradient.ids, states, gradient, self.steps)
             return
 
-        # Convert the rows to the compute dtype, update them, and store them back.
         indices = torch.from_numpy(gradient.ids)
         converted_rows = rows[indices].to(compute_dtype).numpy()
         self.rule.update(converted_rows, np.arange(len(indices)), states, gradient, self.steps)
@@ -325,7 +324,6 @@ class SparseExchange:
                 share = shares[rank].compact()
                 arrays += [share.ids, share.rows]
             calls.append(submit(rank, self._op, name, arrays, phase="sparse_gradients"))
-
         # Local rows skip the handler, so they are neither copied nor checked.
         own_gradients = [shares[own_rank] for shares in shares_by_table]
         self._accept(own_rank, self._step, StepMessage(is_used, own_gradients, problem))
@@ -354,7 +352,6 @@ class SparseExchange:
                 f"optimizer of {num_tables}. Build the optimizers with the same arguments on all ranks."
             )
 
-        # Ids and rows alternate.
         gradients = tuple(map(make_row_sum, arrays[::2], arrays[1::2]))
         for table, gradient in zip(self._tables, gradients, strict=not problem):
             table.check(gradient)
@@ -367,7 +364,6 @@ class SparseExchange:
         if self._staleness is None:
             self._mailbox.put(step, None, sender, message)
             return
-        updates = zip(self._tables, message.is_used, message.gradients, strict=True)
-        for table, is_used, gradient in updates:
+        for table, is_used, gradient in zip(self._tables, message.is_used, message.gradients, strict=True):
             if is_used:
                 table.apply([gradient])

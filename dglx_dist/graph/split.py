@@ -39,10 +39,9 @@ def node_split(
             that was opened last.
         ntype: Type of the nodes. The default is the type of the column.
         rank: Rank of the share. The default is this rank.
-        force_even: Whether shares differ by at most one over all ranks. The marked nodes are then cut into
-            runs of ids, one per server, so that a few may belong to another server. Otherwise each server
-            divides its own nodes. Within a server they are assigned at random with the number of the server
-            as seed.
+        force_even: Whether shares differ by at most one over all ranks. Each server then gets a run of the
+            marked nodes, and may own only some of them. Otherwise each server divides its own nodes. Within a
+            server, nodes are assigned at random with the number of the server as seed.
         node_trainer_ids: (N,) preferred rank of each node, numbered over all ranks or a multiple of them,
             such as ``g.ndata["trainer_id"]`` of a graph that was cut for trainers. A server respects them as
             far as the shares stay even.
@@ -51,8 +50,7 @@ def node_split(
         (n,) int64 ids, ascending.
 
     Raises:
-        ConfigError: ``nodes`` is neither a mask nor ids or could be both, no graph is open, or the type is
-            unknown.
+        ConfigError: ``nodes`` is no mask or list of ids, no graph is open, or the type is unknown.
         IndexError: an id is out of range.
     """
     book = _find_book(nodes, partition_book)
@@ -158,8 +156,8 @@ def _read_trainers(
     trainers = _read_values(trainer_ids)
     if trainers.shape != (num_rows,) or trainers.dtype.kind not in "iu":
         raise ConfigError(
-            f"the trainer ids are {trainers.dtype} of shape {trainers.shape}. Use one integer for each "
-            f"of the {num_rows} rows."
+            f"the trainer ids are {trainers.dtype} of shape {trainers.shape}. Use one integer "
+            f"for each of the {num_rows} rows."
         )
     num_trainers = max(num_ranks, int(trainers.max(initial=-1)) + 1)
     # The last trainers may have no row of this type. The book knows how many the dataset was cut for.
@@ -168,8 +166,8 @@ def _read_trainers(
         num_trainers = max(num_trainers, book.num_trainers)
     if num_trainers % num_ranks:
         raise ConfigError(
-            f"trainer ids go up to {num_trainers - 1} but there are {num_ranks} ranks. Partition for a "
-            "multiple of the ranks, or leave the trainer ids out."
+            f"trainer ids go up to {num_trainers - 1} but there are {num_ranks} ranks. "
+            "Partition for a multiple of the ranks, or leave the trainer ids out."
         )
     return trainers, num_trainers
 

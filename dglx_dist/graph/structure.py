@@ -372,16 +372,15 @@ class PartitionedStructure(Structure):
         edge_offsets = manifest.edge_offsets[etype]
 
         def open_shards() -> tuple[CSCShard, ...]:
-            shards = []
-            for part in placement.local_parts:
-                shard = CSCShard(
+            return tuple(
+                CSCShard(
                     indptr=dataset.part(part).indptr(etype),
                     indices=dataset.part(part).indices(etype),
                     first_node=int(node_offsets[part]),
                     first_edge=int(edge_offsets[part]),
                 )
-                shards.append(shard)
-            return tuple(shards)
+                for part in placement.local_parts
+            )
 
         shards = run_on_all_ranks(session, open_shards)
         super().__init__(etype, manifest.num_nodes(etype[0]), shards)
