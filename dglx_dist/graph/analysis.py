@@ -117,7 +117,6 @@ def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array,
                 indptr, indices = part.indptr(etype), part.indices(etype)
                 _set_bits_of_sources(indptr, indices, new_bits[first:end], bits)
             new_bits = bits & ~previous_bits
-
         counts = np.zeros((2, _SERVERS_PER_PASS), np.int64)
         for part_id, (first, end) in enumerate(pairwise(offsets)):
             _count(dataset.part(part_id).indptr(etype), bits[first:end], counts)

@@ -252,7 +252,6 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     cache_id = store.next_number()
     if request.policy == LOOK_AHEAD:
         return _open_look_ahead(store, column, request.alpha, (first, end))
-
     scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")
     is_leader = topology.local_rank == 0
     top_ids = NO_IDS
@@ -289,11 +288,11 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
     Raises ConfigError on all ranks if the space of a server does not fit in its free memory.
     """
     topology = store.session.topology
-    rows_by_server = []
+    max_rows = []
     for server, server_range in enumerate(pairwise(column.bounds.tolist())):
         num_ranks = len(topology.ranks_of_server(server))
-        rows_by_server.append(count_rows_of_rank(alpha, server_range, column.num_rows, num_ranks))
-    num_rows = rows_by_server[topology.server]
+        max_rows.append(count_rows_of_rank(alpha, server_range, column.num_rows, num_ranks))
+    num_rows = max_rows[topology.server]
 
     def allocate() -> LookAheadRows:
         num_ranks = len(topology.ranks_of_server(topology.server))
@@ -307,7 +306,7 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
 
     rows = run_on_all_ranks(store.session, allocate, ConfigError)
     # Set a cache on all ranks or on none. If no rank keeps rows, a cache would only cost a thread.
-    keeps_rows = any(rows_by_server)
+    keeps_rows = any(max_rows)
     store.set_cache(column.name, None, rows if keeps_rows else None)
     num_bytes = rows.num_bytes if keeps_rows else 0
     return CachePlan(policy=LOOK_AHEAD, rows=num_rows, bytes=num_bytes, expected_hit_rate=None)

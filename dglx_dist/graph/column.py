@@ -162,7 +162,7 @@ class LookAheadRows:
         self.rows: Array = np.empty((num_rows, *info.row_shape), numpy_dtype(info.dtype))
         """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
-        """Function that announces one more batch. Returns False if no batch or no memory is left."""
+        """Function that announces a batch. Returns False if no batch or memory is left."""
         self._local_range = local_range
         self._num_ids = num_ids
         self._claim_lock = threading.Lock()
@@ -276,7 +276,7 @@ class LookAheadRows:
         num_hits = len(plan.hit_positions)
         first_input = self._first_inputs[0]
         end_input = self._first_inputs[1] if len(self._first_inputs) > 1 else self._next_input
-        assert len(positions) == end_input - first_input, "another batch is the oldest announced one"
+        assert len(positions) == end_input - first_input, "the plan is of another batch"
         # Only inputs of other servers are numbered, so count the remote positions up to each position.
         num_remote_until = np.cumsum(np.bincount(positions))
         inputs = first_input + num_remote_until[positions] - 1
@@ -319,8 +319,8 @@ class LookAheadRows:
         keys = self.table.keys
         if len(keys) and 3 * (self._num_entries + num_ids) > 2 * len(keys):
             # Ids that are neither cached nor announced are dropped.
-            is_cached_or_announced = (self.table.slots >= 0) | (self._last_input >= first_input)
-            entries = np.flatnonzero((keys >= 0) & is_cached_or_announced)
+            is_needed = (self.table.slots >= 0) | (self._last_input >= first_input)
+            entries = np.flatnonzero((keys >= 0) & is_needed)
             self._num_entries = len(entries)
             table = _new_table(2 * (len(entries) + num_ids))
             last_inputs = np.full(len(table.keys), -1, np.int64)

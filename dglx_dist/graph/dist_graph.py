@@ -123,7 +123,7 @@ def open_structures(
 ) -> dict[EdgeType, Structure]:
     """Open the structure of every edge type, and let it serve uniform draws. Every rank must call this."""
     if mode not in ("auto", "replicated", "partitioned"):
-        raise ConfigError(f"structure is {mode!r}. Choose 'auto', 'replicated' or 'partitioned'.")
+        raise ConfigError(f"structure is {mode!r}. Use 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
     if mode == "auto":
         fits_here = run_on_all_ranks(session, lambda: _fits_in_memory(dataset))
@@ -257,7 +257,6 @@ class DistGraph(Shared):
         # The label is unique for each open graph, so that a session may have several.
         label = broadcast_json(secrets.token_hex(4), self.session)
         self.kvstore = KVStore(self.session, self.placement, label)
-
         merge = self.placement.server_offsets
         node_bounds = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}
         edge_bounds = {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()}

@@ -406,7 +406,7 @@ class KVStore:
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
         """Overwrite rows of the local server. Raise IndexError if another server owns a row."""
         column = self._check_rows(name, ids, rows)
-        self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
+        self._check_range(column, ids, *column.bounds[self._server : self._server + 2])
         column.write(ids, np.ascontiguousarray(rows))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
@@ -444,8 +444,8 @@ class KVStore:
             raise ConfigError(f"{name!r} has rows of shape {column.info.row_shape}, but a mask has numbers")
         masks = self._query_servers("nonzero", name)
         ids = []
-        for packed_mask, (first, last) in zip(masks, pairwise(column.bounds.tolist()), strict=True):
-            mask = np.unpackbits(packed_mask, count=last - first)
+        for bits, (first, last) in zip(masks, pairwise(column.bounds.tolist()), strict=True):
+            mask = np.unpackbits(bits, count=last - first)
             ids.append(first + np.flatnonzero(mask))
         return np.concatenate(ids)
 
@@ -525,8 +525,7 @@ class KVStore:
     def _finish_oldest(self, time_left_s: float) -> None:
         """Wait for the answer to the oldest unanswered push, up to ``time_left_s``.
 
-        If the push failed, its error is kept for the next fence. Raises PeerError if the owner is late but
-        not dead.
+        The error of a failed push is kept for the next fence. Raises PeerError if the owner is only late.
         """
         push = self._unanswered[0]
         try:
@@ -554,10 +553,10 @@ class KVStore:
             self.fence()
 
         run_on_all_ranks(self.session, check_column, ConfigError)
-        description = f"{operation} of {name!r}"
+        change_name = f"{operation} of {name!r}"
         if handler is None:
-            description += ": none"
-        check_equal(self.session, "a handler", description, "every rank must register the same")
+            change_name += ": none"
+        check_equal(self.session, "a handler", change_name, "every rank must register the same")
         self._columns[name] = change(self.column(name))
         barrier(self.session, f"registering a handler of {name!r}")
 
@@ -574,8 +573,8 @@ class KVStore:
         (ids,) = arrays
         column = self.column(name)
         column.check(ids)
-        self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
-        rows = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
+        self._check_range(column, ids, *column.bounds[self._server : self._server + 2])
+        rows = np.empty((len(ids), *column.info.row_shape), numpy_dtype(column.info.dtype))
         column.read(ids, rows)
         return [rows]
 

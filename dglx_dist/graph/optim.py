@@ -238,10 +238,7 @@ class SparseOptimizer:
         return write_own, {**self._identity(), **facts}
 
     def check_saved(self, folder: Path) -> None:
-        """Raise StorageError if ``folder`` has other tensors than this optimizer, or a file is damaged.
-
-        The message names the first difference, or the missing or damaged file of this rank's rows.
-        """
+        """Raise StorageError if ``folder`` has other tensors, or a damaged file with rows of this rank."""
         index = read_index(folder)
         facts = index.facts
         for key, value in self._identity().items():
@@ -371,10 +368,7 @@ class SparseSGD(SparseOptimizer):
 
 @final
 class SparseAdagrad(SparseOptimizer):
-    """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares for each row.
-
-    ``eps`` is added to the root of the sum of squares. ``options`` are those of :class:`SparseSGD`.
-    """
+    """``torch.optim.Adagrad`` for embeddings. Keeps a row of squares for each row. Adds ``eps`` to the root."""
 
     def __init__(
         self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10, **options: Any

@@ -46,7 +46,7 @@ class RowOwners:
             first = int(self._bounds[server])
             num_rows = int(self._bounds[server + 1]) - first
             num_ranks = len(self._topology.ranks_of_server(server))
-            starts += [first + num_rows * local_rank // num_ranks for local_rank in range(num_ranks)]
+            starts += [first + num_rows * i // num_ranks for i in range(num_ranks)]
         return np.array([*starts, self._bounds[-1]], dtype=np.int64)
 
     def find_rank(self, ids: Array) -> Array:

@@ -41,10 +41,9 @@ def make_row_sum(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
 
 
 def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
-    """Add up gradients of one embedding. The result has one row for each distinct id.
+    """Add up one or more gradients of one embedding. The result has one row for each distinct id.
 
-    ``gradients`` has at least one entry. Rows of an id are added in the order of the gradients, so that the
-    rounding is the same on every run. A single gradient is returned as it is.
+    Rows of an id are added in the order of the gradients, so that the rounding is the same on every run.
     """
     if len(gradients) == 1:
         return gradients[0]

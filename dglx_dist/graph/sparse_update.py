@@ -120,7 +120,7 @@ class OwnedRows:
         self.owners = RowOwners(embedding.part_policy.bounds, topology)
         self.first, self.last = self.owners.get_range(topology.rank)
         self.steps = 0
-        """Number of updates of the parameter so far. Updates without a row of this rank count, too."""
+        """Number of updates of the parameter, also of those without a row of this rank."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
         """Lock of the rows. Other optimizers and pushes that add hold it, too."""
 

@@ -96,7 +96,6 @@ def read_marked_ids(marked: Marked, count: int) -> Array:
     # The servers send one bit per row of a distributed mask. Other tensors are read as a whole.
     if isinstance(marked, DistTensor) and marked.dtype == torch.bool and marked.shape == (count,):
         return marked.kvstore.nonzero(marked.kvstore_key)
-
     values = _read_values(marked)
     if values.ndim != 1:
         raise ConfigError(f"the marked rows have shape {values.shape}. Use a one-dimensional mask or ids.")

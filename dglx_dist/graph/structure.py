@@ -82,8 +82,8 @@ def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
     """Return the in-edges of ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
     degrees = np.zeros(num_nodes, dtype=np.int64)
     for piece in pieces:
-        piece_degrees = np.diff(piece.edges.indptr)
-        spread_rows(piece_degrees, degrees, piece.starts, piece.positions, 0, len(piece_degrees))
+        sizes = np.diff(piece.edges.indptr)
+        spread_rows(sizes, degrees, piece.starts, piece.positions, 0, len(sizes))
 
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
     sources = np.empty(indptr[-1], np.int64)
