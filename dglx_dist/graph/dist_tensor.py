@@ -165,7 +165,7 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
 
 
 def _view_rows(column: Column, first: int, last: int) -> Array:
-    """Return these rows of the local server as a view, or as a copy if no shard has all of them."""
+    """Return rows ``first`` to ``last - 1`` of the local server: a view, or a copy if they span shards."""
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]

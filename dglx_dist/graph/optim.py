@@ -264,7 +264,7 @@ class SparseOptimizer:
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 
     def read_saved(self, folder: Path) -> None:
-        """Load this rank's rows and settings from ``folder`` after :meth:`check_saved`. All ranks call it."""
+        """Load this rank's rows and settings from ``folder`` after :meth:`check_saved`. Collective."""
 
         def read_owned_rows() -> Mapping[str, object]:
             index = read_index(folder)
@@ -368,7 +368,7 @@ class SparseSGD(SparseOptimizer):
 
 @final
 class SparseAdagrad(SparseOptimizer):
-    """``torch.optim.Adagrad`` for embeddings. Keeps a row of squares for each row. Adds ``eps`` to the root."""
+    """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares per row. Adds ``eps`` to the root."""
 
     def __init__(
         self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10, **options: Any
