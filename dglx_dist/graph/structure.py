@@ -273,7 +273,7 @@ class Structure:
         """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) number of in-edges of nodes. ``outside`` is a range of sources that do not count."""
+        """Return the (K,) int64 in-degrees of nodes. ``outside`` is a range of sources that do not count."""
         return self._count_in_edges(nodes, outside)[0]
 
     def out_degrees(self, nodes: Array) -> Array:
