@@ -265,11 +265,11 @@ class KVStore:
     ) -> list[tuple[Pending, int, int]]:
         """Request the remote ids of ``plan``. Return (call, first slot, end slot) of each message."""
         submit = partial(self.session.rpc.submit, phase=phase, layer=layer)
-        requests = plan.requests(self.placement.serving_ranks, column.rows_per_message)
-        return [
-            (submit(rank, self._pull_op, column.name, [plan.ids[first:end]]), first, end)
-            for rank, first, end in requests
-        ]
+        replies = []
+        for rank, first, end in plan.requests(self.placement.serving_ranks, column.rows_per_message):
+            call = submit(rank, self._pull_op, column.name, [plan.ids[first:end]])
+            replies.append((call, first, end))
+        return replies
 
     def _count_rows(self, column: Column, num_ids: int, plan: RemotePlan) -> None:
         """Add the rows of a pull of ``num_ids`` ids to the counts of ``column``."""
