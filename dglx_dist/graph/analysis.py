@@ -114,8 +114,8 @@ def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array,
             bits = bits.copy()
             for part_id, (first, end) in enumerate(pairwise(offsets)):
                 part = dataset.part(part_id)
-                indptr, indices = part.indptr(etype), part.indices(etype)
-                _set_bits_of_sources(indptr, indices, new_bits[first:end], bits)
+                indptr = part.indptr(etype)
+                _set_bits_of_sources(indptr, part.indices(etype), new_bits[first:end], bits)
             new_bits = bits & ~previous_bits
         counts = np.zeros((2, _SERVERS_PER_PASS), np.int64)
         for part_id, (first, end) in enumerate(pairwise(offsets)):

@@ -272,7 +272,6 @@ class KVStore:
         return replies
 
     def _count_rows(self, column: Column, num_ids: int, plan: RemotePlan) -> None:
-        """Add the rows of a pull of ``num_ids`` ids to the counts of ``column``."""
         num_hits = len(plan.hit_positions)
         num_misses = len(plan.positions)
         with self._counts_lock:

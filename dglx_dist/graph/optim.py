@@ -257,7 +257,8 @@ class SparseOptimizer:
                 f"{folder} holds the embeddings {saved_embeddings}, but this optimizer has "
                 f"{self._facts()}. Make the same embeddings, with name= and in the same order."
             )
-        steps, lr = facts.get("steps"), facts.get("lr")
+        steps = facts.get("steps")
+        lr = facts.get("lr")
         if not isinstance(lr, int | float) or not self._are_step_counts(steps):
             raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}. Use another copy.")
         for name, table, _ in self._tensors():

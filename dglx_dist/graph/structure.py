@@ -89,9 +89,10 @@ def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
     sources = np.empty(indptr[-1], np.int64)
     edge_ids = np.empty(indptr[-1], np.int64)
     for piece in pieces:
-        edges, starts, positions = piece.edges, piece.starts, piece.positions
-        _copy_to_positions(edges.indptr, edges.sources, starts, positions, indptr, sources)
-        _copy_to_positions(edges.indptr, edges.edge_ids, starts, positions, indptr, edge_ids)
+        edges = piece.edges
+        targets = piece.starts, piece.positions, indptr
+        _copy_to_positions(edges.indptr, edges.sources, *targets, sources)
+        _copy_to_positions(edges.indptr, edges.edge_ids, *targets, edge_ids)
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
@@ -115,9 +116,8 @@ def from_wire(
         descriptions = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
         raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {descriptions}")
 
-    first, end = int(edge_range[0]), int(edge_range[1])
     _check_answer_ids("source", sources, 0, num_sources)
-    _check_answer_ids("edge", edge_ids, first, end)
+    _check_answer_ids("edge", edge_ids, int(edge_range[0]), int(edge_range[1]))
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
     if _find_row_starts(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
