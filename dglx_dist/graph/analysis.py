@@ -52,8 +52,9 @@ class Expansion:
 
         The layers compute the neighborhoods of 0 to h - 1 hops. The value is 1 for no layers.
         """
-        layers = np.arange(1, self.hops + 1)[:, np.newaxis]
-        relative_work = self.edges[:-1].cumsum(axis=0) / (layers * np.maximum(self.edges[0], 1))
+        num_layers = np.arange(1, self.hops + 1)[:, np.newaxis]
+        edges_without_replicas = num_layers * np.maximum(self.edges[0], 1)
+        relative_work = self.edges[:-1].cumsum(axis=0) / edges_without_replicas
         # A server without in-edges has no work to divide by.
         relative_work[:, self.edges[0] == 0] = 1.0
         return np.concatenate([np.ones((1, self.nodes.shape[1])), relative_work])
@@ -62,67 +63,65 @@ class Expansion:
 def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expansion:
     """Return the sizes of the k-hop in-neighborhoods of ``servers`` servers. Any process can call this alone.
 
-    The dataset has one node and one edge type, and all its parts are on this machine. It is streamed: memory
-    is a few bytes per node, and a hop reads only the in-edges of the nodes that the previous hop reached.
-    Raises ConfigError if there are several types, no servers, fewer parts than servers, or negative ``hops``,
-    and StorageError if a part is not on this machine, or damaged.
+    The dataset has one node and one edge type, and all its parts are on this machine. Memory is a few bytes
+    per node. A hop reads only the in-edges of the nodes that the previous hop reached. Raises ConfigError if
+    there are several types, no servers, fewer parts than servers, or negative ``hops``. Raises StorageError
+    if a part is damaged or not on this machine.
     """
     manifest = dataset.manifest
-    if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
+    num_types = len(manifest.node_types), len(manifest.edge_types)
+    if num_types != (1, 1):
         raise ConfigError(
-            f"{dataset.folder} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge "
-            "types, but neighborhoods are preloaded for graphs with one of each. Partition one relation of "
-            "it."
+            f"{dataset.folder} has {num_types[0]} node and {num_types[1]} edge types, but neighborhoods "
+            "are preloaded for graphs with one of each. Partition one relation of it."
         )
-    (etype,) = manifest.edge_types
     if hops < 0 or servers < 1:
         raise ConfigError(f"hops={hops} must be at least 0 and servers={servers} at least 1")
+
+    (etype,) = manifest.edge_types
     placement = Placement(manifest.num_parts, Topology(0, servers, tuple(range(servers))))
     bounds = placement.server_offsets(manifest.node_offsets[etype[2]])
-    passes = -(-servers // _SERVERS_PER_PASS)
-    edges = manifest.num_edges(etype)
-    is_long = edges * hops > _MIN_EDGES_FOR_PROGRESS
-    with progress("Following in-edges", edges * passes, enabled=is_long) as advance:
-        sizes = []
-        for first in range(0, servers, _SERVERS_PER_PASS):
+    first_servers = range(0, servers, _SERVERS_PER_PASS)
+    num_edges = manifest.num_edges(etype)
+    is_long = num_edges * hops > _MIN_EDGES_FOR_PROGRESS
+    counts_by_pass = []
+    with progress("Following in-edges", num_edges * len(first_servers), enabled=is_long) as advance:
+        for first in first_servers:
             pass_bounds = bounds[first : first + _SERVERS_PER_PASS + 1]
-            sizes.append(_count_neighborhoods(dataset, etype, pass_bounds, hops))
-            advance(edges)
-    num_nodes, num_edges = (np.concatenate(parts, axis=1) for parts in zip(*sizes, strict=True))
-    return Expansion(nodes=num_nodes, edges=num_edges)
+            counts_by_pass.append(_count_neighborhoods(dataset, etype, pass_bounds, hops))
+            advance(num_edges)
+    nodes, edges = np.concatenate(counts_by_pass, axis=2)
+    return Expansion(nodes=nodes, edges=edges)
 
 
-def _count_neighborhoods(
-    dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int
-) -> tuple[Array, Array]:
-    """Return the (K + 1, S) int64 nodes and in-edges within 0 to ``hops`` hops of at most 64 servers.
-
-    ``bounds`` are the (S + 1,) first own nodes. Each node has one bit per server that tells whether it is in
-    the neighborhood of that server.
-    """
-    servers = len(bounds) - 1
+def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int) -> Array:
+    """Return (2, K + 1, S) counts of nodes and in-edges within 0 to K ``hops`` of at most 64 servers."""
+    num_servers = len(bounds) - 1
     offsets = dataset.manifest.node_offsets[etype[2]].tolist()
-    kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
-    dtype = next(kind for kind in kinds if np.iinfo(kind).bits >= servers)
+    dtypes = (np.uint8, np.uint16, np.uint32, np.uint64)
+    dtype = next(dtype for dtype in dtypes if np.iinfo(dtype).bits >= num_servers)
+    # Bit s of a node tells whether the node is in the neighborhood of server s.
     bits: Array = np.zeros(offsets[-1], dtype)
-    for server in range(servers):
+    for server in range(num_servers):
         bits[bounds[server] : bounds[server + 1]] = dtype(1 << server)
+
     new_bits = bits
     counts_by_hop = []
     for hop in range(hops + 1):
-        if hop:
+        # Hop 0 counts the own nodes. A later hop follows the in-edges of the nodes that are new.
+        if hop > 0:
             previous_bits = bits
             bits = bits.copy()
-            for number, (first, end) in enumerate(pairwise(offsets)):
-                part = dataset.part(number)
-                _set_bits_of_sources(part.indptr(etype), part.indices(etype), new_bits[first:end], bits)
+            for part_id, (first, end) in enumerate(pairwise(offsets)):
+                part = dataset.part(part_id)
+                indptr = part.indptr(etype)
+                _set_bits_of_sources(indptr, part.indices(etype), new_bits[first:end], bits)
             new_bits = bits & ~previous_bits
         counts = np.zeros((2, _SERVERS_PER_PASS), np.int64)
-        for number, (first, end) in enumerate(pairwise(offsets)):
-            _count(dataset.part(number).indptr(etype), bits[first:end], counts)
-        counts_by_hop.append(counts[:, :servers])
-    nodes, edges = np.stack(counts_by_hop, axis=1)
-    return nodes, edges
+        for part_id, (first, end) in enumerate(pairwise(offsets)):
+            _count(dataset.part(part_id).indptr(etype), bits[first:end], counts)
+        counts_by_hop.append(counts[:, :num_servers])
+    return np.stack(counts_by_hop, axis=1)
 
 
 @njit(cache=True, nogil=True)
@@ -184,58 +183,72 @@ def reverse_edge_ids(
             with one type or different numbers of edges.
     """
 
-    def check() -> tuple[EdgeType, EdgeType]:
-        kind = g.to_canonical_etype(etype)
-        back = kind if reverse_etype is None else g.to_canonical_etype(reverse_etype)
-        _check_matching(g, kind, back, by)
-        return kind, back
+    def check_types() -> tuple[EdgeType, EdgeType]:
+        forward = g.to_canonical_etype(etype)
+        back = forward if reverse_etype is None else g.to_canonical_etype(reverse_etype)
+        _check_matching(g, forward, back, by)
+        return forward, back
 
-    kind, back = run_on_all_ranks(g.session, check, ConfigError)
+    forward, back = run_on_all_ranks(g.session, check_types, ConfigError)
     remedy = "pass the same arguments on all ranks"
-    check_equal(g.session, "reverse_edges", [list(kind), list(back), by], remedy)
+    check_equal(g.session, "reverse_edges", [list(forward), list(back), by], remedy)
+    policy = g.get_edge_partition_policy(forward)
 
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
-        first, last = policy.bounds[policy.part_id : policy.part_id + 2].tolist()
+        first, end = policy.bounds[policy.part_id : policy.part_id + 2].tolist()
         if by == "endpoints":
-            forward = _list_edges(g, kind)
-            backward = forward if back == kind else _list_edges(g, back)
-            return torch.from_numpy(match_reverse(forward, backward)[first:last])
-        places = g.orig_edge_ids(np.arange(first, last), kind).numpy()
-        if by == "half":
-            half = g.num_edges(kind) // 2
-            places = np.where(places < half, places + half, places - half)
-        ids = np.arange(g.num_edges(back))
-        id_at = np.empty_like(ids)  # id by position in the source's list
-        id_at[g.orig_edge_ids(ids, back).numpy()] = ids
-        return torch.from_numpy(id_at[places])
+            edges = _list_edges(g, forward)
+            back_edges = edges if back == forward else _list_edges(g, back)
+            return torch.from_numpy(match_reverse(edges, back_edges)[first:end])
+        return torch.from_numpy(_match_positions(g, forward, back, (first, end), by))
 
-    policy = g.get_edge_partition_policy(kind)
     name = f"reverse-{by}-{':'.join(back)}"
-    return DistTensor((g.num_edges(kind),), torch.int64, name, compute, policy, is_gdata=False, graph=g)
+    shape = (g.num_edges(forward),)
+    return DistTensor(shape, torch.int64, name, compute, policy, is_gdata=False, graph=g)
+
+
+def _match_positions(
+    g: DistGraph, forward: EdgeType, back: EdgeType, edge_range: tuple[int, int], by: Matching
+) -> Array:
+    """Return the reverse edges of the edges ``edge_range`` (first, end), for ``half`` and ``position``."""
+    positions = g.orig_edge_ids(np.arange(*edge_range), forward).numpy()
+    if by == "half":
+        half = g.num_edges(forward) // 2
+        positions = np.where(positions < half, positions + half, positions - half)
+    ids = np.arange(g.num_edges(back))
+    id_of_position = np.empty_like(ids)
+    id_of_position[g.orig_edge_ids(ids, back).numpy()] = ids
+    return id_of_position[positions]
 
 
 def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Array, Array]) -> Array:
     """Return, for each forward edge u -> v, the position of a backward edge v -> u, or -1.
 
-    Both are (sources, destinations, rank among parallel edges), int64. No backward edge is chosen twice.
+    Both are (sources, destinations, order among parallel edges), int64. No backward edge is chosen twice.
     """
-    width = max(int(ends.max(initial=0)) for ends in (forward[1], backward[0])) + 1
-    order, keys = _sort_edges(forward[0] * width + forward[1], forward[2])
-    back_order, back_keys = _sort_edges(backward[1] * width + backward[0], backward[2])
-    nth = np.arange(len(keys)) - np.searchsorted(keys, keys)
-    places = np.searchsorted(back_keys, keys) + nth
-    exists = places < len(back_keys)
-    exists[exists] = back_keys[places[exists]] == keys[exists]
-    out = np.full(len(keys), NO_REVERSE, np.int64)
-    out[order[exists]] = back_order[places[exists]]
-    return out
+    # An edge u -> v and its reverse have the same key u * width + v.
+    sources, destinations, edge_order = forward
+    back_sources, back_destinations, back_edge_order = backward
+    width = max(int(ids.max(initial=0)) for ids in (destinations, back_sources)) + 1
+    order, keys = _sort_edges(sources * width + destinations, edge_order)
+    back_order, back_keys = _sort_edges(back_destinations * width + back_sources, back_edge_order)
+
+    # The n-th of parallel edges matches the n-th backward edge with the same key, if there is one.
+    index_among_parallel = np.arange(len(keys)) - np.searchsorted(keys, keys)
+    candidates = np.searchsorted(back_keys, keys) + index_among_parallel
+    has_reverse = candidates < len(back_keys)
+    has_reverse[has_reverse] = back_keys[candidates[has_reverse]] == keys[has_reverse]
+    reverse_positions = np.full(len(keys), NO_REVERSE, np.int64)
+    reverse_positions[order[has_reverse]] = back_order[candidates[has_reverse]]
+    return reverse_positions
 
 
-def _sort_edges(keys: Array, rank: Array) -> tuple[Array, Array]:
+def _sort_edges(keys: Array, edge_order: Array) -> tuple[Array, Array]:
+    """Sort edges by key, and parallel edges by ``edge_order``. Return the permutation and sorted keys."""
     # Two stable sorts of one column each are several times faster than lexsort.
-    by_rank = np.argsort(rank, kind="stable")
-    order = by_rank[np.argsort(keys[by_rank], kind="stable")]
-    return order, keys[order]
+    permutation = np.argsort(edge_order, kind="stable")
+    permutation = permutation[np.argsort(keys[permutation], kind="stable")]
+    return permutation, keys[permutation]
 
 
 def _list_edges(g: DistGraph, etype: EdgeType) -> tuple[Array, Array, Array]:
@@ -249,18 +262,19 @@ def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> N
         raise ConfigError(f"by={by!r}. Choose 'endpoints', 'half' or 'position'.")
     if (back[0], back[2]) != (etype[2], etype[0]):
         raise ConfigError(
-            f"edges of {back} cannot be the reverse of {etype}. They must lead from {etype[2]!r} to "
-            f"{etype[0]!r}."
+            f"edges of {back} cannot be the reverse of {etype}. They must lead from "
+            f"{etype[2]!r} to {etype[0]!r}."
         )
+
     num_edges = g.num_edges(etype)
     num_back = g.num_edges(back)
     if by == "half" and (etype != back or num_edges % 2):
         raise ConfigError(
-            f"by='half' pairs the first half of one edge type with its second, but {etype} has {num_edges} "
-            f"edges (reverse type {back}). Use by='endpoints'."
+            f"by='half' pairs the first half of one edge type with its second, but {etype} "
+            f"has {num_edges} edges (reverse type {back}). Use by='endpoints'."
         )
     if by == "position" and (etype == back or num_edges != num_back):
         raise ConfigError(
-            f"by='position' pairs edges of two types one to one, but {etype} has {num_edges} edges and "
-            f"{back} has {num_back}. Use by='endpoints'."
+            f"by='position' pairs edges of two types one to one, but {etype} has {num_edges} "
+            f"edges and {back} has {num_back}. Use by='endpoints'."
         )

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -69,20 +68,23 @@ def compute_access_probability(
     num_seeds = sum(len(ids) for ids in seeds.values())
     seed_probability = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
     for ntype, ids in seeds.items():
-        seed_probability[ntype][ids] = min(1.0, batch_size / num_seeds) if num_seeds else 0.0
+        seed_probability[ntype][ids] = min(1.0, batch_size / max(num_seeds, 1))
     in_batch, joined_last = seed_probability, seed_probability
     not_drawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
-    for hop in reversed(fanouts):
+    for fanout_of_type in reversed(fanouts):
+        # Add up the logarithms of m_h over the edges of each node.
         log_missed = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
         for etype, shard in shards.items():
             source, _, destination = etype
             frontier = _Frontier(in_batch[destination], joined_last[destination], not_drawn[etype])
-            add_to = log_missed[source]
-            _add_log_missed(shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], add_to)
-        probability = {
-            ntype: 1.0 - (1.0 - seed_probability[ntype]) * np.exp(log) for ntype, log in log_missed.items()
-        }
-        joined_last = {ntype: probability[ntype] - in_batch[ntype] for ntype in probability}
+            csc = shard.indptr, shard.indices, shard.first_node
+            _add_log_missed(*csc, frontier, fanout_of_type[etype], log_missed[source])
+
+        probability = {}
+        joined_last = {}
+        for ntype, log in log_missed.items():
+            probability[ntype] = 1.0 - (1.0 - seed_probability[ntype]) * np.exp(log)
+            joined_last[ntype] = probability[ntype] - in_batch[ntype]
         in_batch = probability
     return in_batch
 
@@ -99,7 +101,7 @@ class _Frontier(NamedTuple):
 
 
 def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) -> Array:
-    """Return the (C,) int64 ids of the at most ``budget`` rows with the highest (N,) scores, ascending.
+    """Return the (C,) int64 ids of the rows with the highest (N,) scores, ascending. C is at most ``budget``.
 
     Rows with score 0 and rows of the local server, the ids of ``local_range`` (first, end), are left out. Of
     equal scores, the smaller ids are chosen.
@@ -109,16 +111,20 @@ def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) ->
     budget = min(budget, int(np.count_nonzero(remote_scores)))
     if budget == 0:
         return np.empty(0, np.int64)
-    threshold = np.partition(remote_scores, len(remote_scores) - budget)[len(remote_scores) - budget]
+
+    # `threshold` is the lowest score among the `budget` highest. Only some rows with this score may fit.
+    index = len(remote_scores) - budget
+    threshold = np.partition(remote_scores, index)[index]
     higher_ids = np.flatnonzero(remote_scores > threshold)
     equal_ids = np.flatnonzero(remote_scores == threshold)[: budget - len(higher_ids)]
     return np.sort(np.concatenate([higher_ids, equal_ids])).astype(np.int64)
 
 
-def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached: Array) -> float | None:
-    """Return the share of ``cached`` rows in the remote scores, or None if all remote scores are 0."""
-    remote = float(scores[: local_range[0]].sum() + scores[local_range[1] :].sum())
-    return float(scores[cached].sum()) / remote if remote > 0 else None
+def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached_ids: Array) -> float | None:
+    """Return the share of cached rows in the sum of remote scores, or None if all remote scores are 0."""
+    first, end = local_range
+    remote_sum = float(scores[:first].sum() + scores[end:].sum())
+    return float(scores[cached_ids].sum()) / remote_sum if remote_sum > 0 else None
 
 
 @njit(cache=True, nogil=True)
@@ -126,14 +132,15 @@ def _add_log_missed(
     indptr: Array, indices: Array, first_node: int, frontier: _Frontier, fanout: int, log_missed: Array
 ) -> None:
     """Add the log of the probability that no edge of v has been drawn so far to ``log_missed[v]``."""
+    in_batch, joined_last, not_drawn = frontier
     for row in range(len(indptr) - 1):
         node = first_node + row
         degree = indptr[row + 1] - indptr[row]
-        if frontier.in_batch[node] > 0 and degree > 0:
+        if in_batch[node] > 0 and degree > 0:
             share = 1.0 if fanout < 0 or fanout >= degree else fanout / degree
-            frontier.not_drawn[node] = (frontier.not_drawn[node] + frontier.joined_last[node]) * (1.0 - share)
+            not_drawn[node] = (not_drawn[node] + joined_last[node]) * (1.0 - share)
             # Rounding may give a value slightly below 0.
-            probability = max(0.0, 1.0 - frontier.in_batch[node] + frontier.not_drawn[node])
+            probability = max(0.0, 1.0 - in_batch[node] + not_drawn[node])
             log = np.log(probability)
             for edge in range(indptr[row], indptr[row + 1]):
                 log_missed[np.uint64(indices[np.uint64(edge)])] += log
@@ -168,16 +175,18 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     """
     session = store.session
     leader = session.topology.ranks_of_server(session.topology.server)[0]
-    count = int(gather_int64([len(ids)], session)[leader, 0])
-    num_slots, num_keys = compute_table_sizes(count, column.num_rows) if count else (0, 0)
-    pull = partial(store.pull, column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
+    num_rows = int(gather_int64([len(ids)], session)[leader, 0])
+    num_slots, num_keys = compute_table_sizes(num_rows, column.num_rows) if num_rows else (0, 0)
+
+    def fetch_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+        return store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
 
     def fill_slots(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         slots = np.empty(shape, np.int32)
         fill_table(SlotTable(slots, keys), ids)
         return torch.from_numpy(slots)
 
-    rows = map_shared_rows(session, f"{file_name}.rows", count, column.info, lambda *_: pull())
+    rows = map_shared_rows(session, f"{file_name}.rows", num_rows, column.info, fetch_rows)
     keys = map_shared_rows(session, f"{file_name}.keys", num_keys, IDS)
     slot_info = ColumnInfo(dtype="int32", row_shape=())
     slots = map_shared_rows(session, f"{file_name}.slots", num_slots, slot_info, fill_slots)
@@ -233,27 +242,25 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
-    """Keep the rows of other servers that batches need most in the memory of this server.
-
-    Every rank must call it with the same request. One rank of each server chooses the rows.
-    """
+    """Keep the rows of other servers that batches need most. Every rank passes the same request."""
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
     check_equal(session, "cache_rows", arguments, "pass the same arguments on all ranks")
     topology = session.topology
-    local_range = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
-    budget = int(request.alpha * (local_range[1] - local_range[0]))
+    first, end = column.bounds[topology.server : topology.server + 2].tolist()
     cache_id = store.next_number()
     if request.policy == LOOK_AHEAD:
-        return _open_look_ahead(store, column, request.alpha, local_range)
+        return _open_look_ahead(store, column, request.alpha, (first, end))
     scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")
     is_leader = topology.local_rank == 0
     top_ids = NO_IDS
     hit_rate = None
     if is_leader:
-        top_ids = select_top_rows(scores, local_range, budget)
-        hit_rate = compute_hit_rate(scores, local_range, top_ids) if request.policy == "vip" else None
+        top_ids = select_top_rows(scores, (first, end), int(request.alpha * (end - first)))
+        if request.policy == "vip":
+            hit_rate = compute_hit_rate(scores, (first, end), top_ids)
+
     cache = fill_cache(store, column, f"cache-{cache_id}", top_ids)
     # Set the cache even if no row has a score, so that all ranks agree on whether there is a cache.
     store.set_cache(column.name, cache if request.alpha > 0 else None)
@@ -270,12 +277,9 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 
 
 def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
-    """Return the maximum number of rows that each rank of a server keeps with ``lookahead``.
-
-    ``local_range`` is the range of rows that the server owns.
-    """
-    num_own = local_range[1] - local_range[0]
-    return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
+    """Return how many rows each rank of the server of ``local_range`` keeps at most with ``lookahead``."""
+    num_local_rows = local_range[1] - local_range[0]
+    return min(int(alpha * num_local_rows) // num_ranks, num_rows - num_local_rows)
 
 
 def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: tuple[int, int]) -> CachePlan:
@@ -284,30 +288,32 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
     Raises ConfigError on all ranks if the space of a server does not fit in its free memory.
     """
     topology = store.session.topology
-    server = store.session.topology.server
-    ranks = [len(topology.ranks_of_server(server_index)) for server_index in range(topology.num_servers)]
-    counts = [
-        count_rows_of_rank(alpha, server_range, column.num_rows, num_ranks)
-        for server_range, num_ranks in zip(pairwise(column.bounds.tolist()), ranks, strict=True)
-    ]
-    count = counts[server]
+    max_rows = []
+    for server, server_range in enumerate(pairwise(column.bounds.tolist())):
+        num_ranks = len(topology.ranks_of_server(server))
+        max_rows.append(count_rows_of_rank(alpha, server_range, column.num_rows, num_ranks))
+    num_rows = max_rows[topology.server]
 
     def allocate() -> LookAheadRows:
-        if ranks[server] * count * column.row_bytes > machine_memory()[1]:
+        num_ranks = len(topology.ranks_of_server(topology.server))
+        _, free_bytes = machine_memory()
+        if num_ranks * num_rows * column.row_bytes > free_bytes:
             raise ConfigError(
-                f"{ranks[server]} x {count} rows of {column.row_bytes} bytes of {column.name!r} exceed the "
-                "free memory. Use a smaller alpha."
+                f"{num_ranks} x {num_rows} rows of {column.row_bytes} bytes of "
+                f"{column.name!r} exceed the free memory. Use a smaller alpha."
             )
-        return LookAheadRows(count, column.info, local_range, column.num_rows)
+        return LookAheadRows(num_rows, column.info, local_range, column.num_rows)
 
     rows = run_on_all_ranks(store.session, allocate, ConfigError)
     # Set a cache on all ranks or on none. If no rank keeps rows, a cache would only cost a thread.
-    store.set_cache(column.name, None, rows if any(counts) else None)
-    num_bytes = rows.num_bytes if any(counts) else 0
-    return CachePlan(policy=LOOK_AHEAD, rows=count, bytes=num_bytes, expected_hit_rate=None)
+    keeps_rows = any(max_rows)
+    store.set_cache(column.name, None, rows if keeps_rows else None)
+    num_bytes = rows.num_bytes if keeps_rows else 0
+    return CachePlan(policy=LOOK_AHEAD, rows=num_rows, bytes=num_bytes, expected_hit_rate=None)
 
 
 def _find_column(g: OpenedGraph, request: CacheRequest) -> Column:
+    """Return the column to cache. Raise ConfigError if the request is invalid or the column is writable."""
     request.check()
     policy = g.get_node_partition_policy(request.ntype)
     data = g.nodes[request.ntype].data
@@ -330,13 +336,14 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
         # One rank of each server counts the edges that the server holds.
         counts = count_sources(structure.shards if is_leader else (), structure.num_sources)
         if not structure.is_replicated:
-            local_counts = torch.from_numpy(counts)
-            counts = sum_over_ranks(local_counts, g.session, phase=PHASE_ROW_CACHE, in_place=True).numpy()
+            tensor = torch.from_numpy(counts)
+            counts = sum_over_ranks(tensor, g.session, phase=PHASE_ROW_CACHE, in_place=True).numpy()
         total = counts if not len(total) else total + counts
     return total
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
+    """Return the (N,) number of edges of each row to nodes of this server. Only its first rank counts."""
     server = g.session.topology.server
     total = np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0:
@@ -354,7 +361,9 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
     info = ColumnInfo(dtype="float64", row_shape=())
     total = map_shared_rows(g.session, file_name, len(rank_scores), info)
     topology = g.session.topology
-    for local_rank in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
+    max_ranks = max(len(topology.ranks_of_server(server)) for server in range(topology.num_servers))
+    # The ranks of a server add one after the other. All servers take part in the same number of barriers.
+    for local_rank in range(max_ranks):
         if topology.local_rank == local_rank:
             total += rank_scores
         barrier(g.session, f"adding up what batches need ({local_rank})")
@@ -362,45 +371,48 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
 
 
 def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
-    """Return the probability that a batch of this rank needs each row. Not collective.
-
-    Raises ConfigError if the structure is not replicated, or a fan-out is below -1.
-    """
+    """Return the probability that a batch of this rank needs each row. Not collective."""
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(
-            "policy='vip' needs all edges, but this server holds only its own. Use policy='degree' or "
-            "'halo', or open the graph with structure='replicated'."
+            "policy='vip' needs all edges, but this server holds only its own. Use "
+            "policy='degree' or 'halo', or open the graph with structure='replicated'."
         )
     assert request.fanouts is not None
     assert request.batch_size is not None
     fanouts = [read_fanouts(fanout, g.canonical_etypes) for fanout in request.fanouts]
-    invalid_sizes = [size for layer in fanouts for size in layer.values() if size < -1]
-    if invalid_sizes:
-        raise ConfigError(f"fanouts={request.fanouts} contains {invalid_sizes[0]}. Use -1 for all edges.")
-    return compute_access_probability(
-        {etype: structure.shards[0] for etype, structure in structures.items()},
-        {ntype: g.num_nodes(ntype) for ntype in g.ntypes},
-        _find_seeds(g, request),
-        fanouts,
-        request.batch_size,
-    )[request.ntype]
+    for layer in fanouts:
+        for fanout in layer.values():
+            if fanout < -1:
+                raise ConfigError(f"fanouts={request.fanouts} contains {fanout}. Use -1 for all edges.")
+
+    shards = {etype: structure.shards[0] for etype, structure in structures.items()}
+    num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    seeds = _find_seeds(g, request)
+    probability = compute_access_probability(shards, num_nodes, seeds, fanouts, request.batch_size)
+    return probability[request.ntype]
 
 
 def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
-    counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    """Return the training nodes of this rank by node type: the request's seeds, or those of the mask."""
     if request.seeds is not None:
+        num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
         try:
-            seeds = group_by_type(request.seeds, counts, "node")
-            return {ntype: np.unique(ids) for ntype, ids in seeds.items()}
+            seeds = group_by_type(request.seeds, num_nodes, "node")
         except IndexError as error:
             # Raise a DglxError, because other ranks receive only errors of this class.
             raise ConfigError(f"seeds: {error}") from error
-    masked_types = [ntype for ntype in g.ntypes if TRAIN_MASK in g.nodes[ntype].data]
-    if not masked_types:
-        raise ConfigError(f"the nodes have no {TRAIN_MASK!r}. Pass this rank's training nodes as seeds=.")
+        return {ntype: np.unique(ids) for ntype, ids in seeds.items()}
+
     book = g.get_partition_book()
-    return {ntype: node_split(g.nodes[ntype].data[TRAIN_MASK], book, ntype).numpy() for ntype in masked_types}
+    seeds = {}
+    for ntype in g.ntypes:
+        data = g.nodes[ntype].data
+        if TRAIN_MASK in data:
+            seeds[ntype] = node_split(data[TRAIN_MASK], book, ntype).numpy()
+    if not seeds:
+        raise ConfigError(f"the nodes have no {TRAIN_MASK!r}. Pass this rank's training nodes as seeds=.")
+    return seeds
 
 
 def _select_etypes_from(g: OpenedGraph, ntype: str) -> list[EdgeType]:

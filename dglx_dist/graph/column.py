@@ -24,7 +24,7 @@ from dglx_dist.graph.row_kernels import (
     SlotTable,
     check_answer,
     check_ids,
-    find_place,
+    find_entry,
     gather_rows,
     move_rows,
     request_rows,
@@ -91,48 +91,57 @@ class JointRequest:
     """
 
     def __init__(self, ask: Ask, previous: Sequence[Pending]) -> None:
-        self.num_rows, self.is_sent = 0, False
-        self._ask, self._previous_replies = ask, previous
+        self.num_rows = 0
+        self.is_sent = False
+        self._ask = ask
+        self._previous_replies = previous
         self._plans: list[RemotePlan] = []
         self._replies: Sequence[tuple[Pending, int, int]] = ()
+        # Requested rows are sorted by id. For the rows of all plans, in the order in which they were added,
+        # this has their indices among the sorted rows.
         self._row_indices: Array = np.empty(0, np.int64)
-        """Indices among the sorted rows, for the rows of all plans in the order in which they were added."""
 
-    def add(self, plan: RemotePlan, full: int) -> None:
-        """Add the distinct ids of ``plan``. The request is sent at once if it has ``full`` rows."""
+    def add(self, plan: RemotePlan, max_rows: int) -> None:
+        """Add the distinct ids of ``plan``. The request is sent at once if it has ``max_rows`` rows."""
         self._plans.append(plan)
         self.num_rows += len(plan.ids)
-        if self.num_rows >= full or all(answer.is_ready() for answer in self._previous_replies):
+        if self.num_rows >= max_rows or all(reply.is_ready() for reply in self._previous_replies):
             self.send()
 
     def send(self) -> Sequence[tuple[Pending, int, int]]:
-        """Send the request if needed. Return (reply, first, end of the sorted rows) for each message."""
-        if not self.is_sent:
-            ids = np.concatenate([plan.ids for plan in self._plans])
-            order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
-            self._row_indices = np.empty(len(ids), np.int64)
-            self._row_indices[order] = np.arange(len(ids))
-            starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
-            self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
-            self._previous_replies = ()
-            self.is_sent = True
+        """Send the request, unless it is sent already.
+
+        Return (reply, first row, end row) for each message. The rows are counted in the order of the ids.
+        """
+        if self.is_sent:
+            return self._replies
+        ids = np.concatenate([plan.ids for plan in self._plans])
+        # The ids of one plan are grouped by server already. Those of several plans are sorted, which groups
+        # them by server, because each server has a range of ids.
+        order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
+        self._row_indices = np.empty(len(ids), np.int64)
+        self._row_indices[order] = np.arange(len(ids))
+
+        starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
+        self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
+        self._previous_replies = ()
+        self.is_sent = True
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
         """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
 
-        Raises PeerError or RemoteError if a server does not answer or cannot, as in
-        :meth:`KVStore.submit_pull`, and ValueError if a reply does not match the request.
+        Raises as :meth:`KVStore.submit_pull` does, and ValueError if a reply does not match the request.
         """
         replies = self.send()
         indices = self._row_indices[first : first + len(plan.ids)]
         for reply, begin, end in replies:
             (answer,) = reply.result()
             check_answer(answer, out, end - begin)
-            selected: Any = slice(begin, end)
+            selection: Any = slice(begin, end)
             if len(self._plans) > 1:
-                selected = np.flatnonzero((indices >= begin) & (indices < end))
-            move_rows(answer, indices[selected] - begin, out, plan.positions[selected])
+                selection = np.flatnonzero((indices >= begin) & (indices < end))
+            move_rows(answer, indices[selection] - begin, out, plan.positions[selection])
 
 
 @final
@@ -140,20 +149,20 @@ class LookAheadRows:
     """A rank's copies of remote rows of one column, chosen by the announced batches. Not thread-safe.
 
     The rows with the furthest next use are evicted (Belady's MIN). Only one loader at a time may use this
-    cache. The loader announces batches in order, and pulls their rows in that order with ``ahead=``. It also
-    waits for the rows in that order, so that a slot is read before the next batch overwrites it.
+    cache. The loader announces batches in order, and pulls their rows in that order with ``ahead=``. The
+    loader also waits for the rows in that order, so that a slot is read before the next batch overwrites it.
 
     Args:
-        count: Maximum number C of rows to keep. May be 0.
-        own: First and last id, exclusive, of the rows of the local server.
+        num_rows: Maximum number C of rows to keep. May be 0.
+        local_range: First id of the rows of the local server, and the end of their ids.
         num_ids: Number of rows of all servers.
     """
 
-    def __init__(self, count: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
-        self.rows: Array = np.empty((count, *info.row_shape), numpy_dtype(info.dtype))
+    def __init__(self, num_rows: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
+        self.rows: Array = np.empty((num_rows, *info.row_shape), numpy_dtype(info.dtype))
         """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
-        """Function that announces one more batch. Returns False if no batch or no memory is left."""
+        """Function that announces a batch. Returns False if no batch or memory is left."""
         self._local_range = local_range
         self._num_ids = num_ids
         self._claim_lock = threading.Lock()
@@ -168,13 +177,16 @@ class LookAheadRows:
         if self._num_ids <= _DIRECT_IDS:
             self.table = SlotTable(np.full(self._num_ids, -1, np.int32), np.empty(0, np.int64))
         self._last_input = np.empty(len(self.table.slots), np.int64)
-        self._num_used = 0
+        self._num_entries = 0
         self._ids_by_slot = np.full(len(self.rows), -1, np.int64)
         self._next_use = np.full(len(self.rows), _EMPTY, np.int32)
+
         # The inputs of all batches are numbered consecutively. `_last_input` has the last input of each table
         # entry. The ring buffer `_later_use` has, for each announced input, the next step that uses its id.
+        # `_first_inputs` has the first input of each announced batch.
         self._later_use = np.empty(_MIN_ENTRIES, np.int32)
         self._first_inputs: deque[int] = deque()
+        # Number of batches whose rows are chosen, but not copied yet.
         self._num_unfinished = 0
 
     def _reset_numbers(self) -> None:
@@ -205,19 +217,18 @@ class LookAheadRows:
         self._claim_lock.release()
 
     def announce(self, ids: Array) -> None:
-        """Register the (K,) int64 distinct ``ids`` of any server as the inputs of the next batch.
-
-        Raises IndexError if an id is out of range.
-        """
+        """Register the (K,) distinct inputs of the next batch. Raise IndexError if an id does not exist."""
         check_ids(ids, self._num_ids, "the cached column")
-        remote = ids[(ids < self._local_range[0]) | (ids >= self._local_range[1])]
+        first, end = self._local_range
+        remote_ids = ids[(ids < first) | (ids >= end)]
         self._first_inputs.append(self._next_input)
-        self._reserve_entries(len(remote))
-        bounds = (self._next_input, self._first_inputs[0])
+        self._reserve_entries(len(remote_ids))
+
         step = self._step + len(self._first_inputs) - 1
+        input_bounds = (self._next_input, self._first_inputs[0])
         uses = self._last_input, self._next_use, self._later_use
-        self._num_used += _announce(self.table, *uses, remote, bounds, step)
-        self._next_input += len(remote)
+        self._num_entries += _announce(self.table, *uses, remote_ids, input_bounds, step)
+        self._next_input += len(remote_ids)
 
     @property
     def is_busy(self) -> bool:
@@ -234,15 +245,18 @@ class LookAheadRows:
             the rows to keep.
         """
         joint = self._joint_request
-        full_size = self._message_rows // 2
-        # A batch should not wait for the rows of a much larger one.
-        if joint is None or joint.is_sent or (joint.num_rows and joint.num_rows + len(plan.ids) > full_size):
-            previous = () if joint is None else [answer for answer, _, _ in joint.send()]
-            joint = self._joint_request = JointRequest(ask, previous)
+        max_rows = self._message_rows // 2
+        # A batch does not join a request that would then be too large, because it would wait for all rows.
+        if joint is not None and joint.num_rows and joint.num_rows + len(plan.ids) > max_rows:
+            joint.send()
+        if joint is None or joint.is_sent:
+            previous_replies = [] if joint is None else [reply for reply, _, _ in joint.send()]
+            joint = self._joint_request = JointRequest(ask, previous_replies)
         first = joint.num_rows
-        joint.add(plan, full_size)
+        joint.add(plan, max_rows)
         self._num_requested += len(plan.ids)
-        # This follows the request, because it may have to wait for the draws of more batches.
+
+        # The choice follows the request, because it may have to wait for the draws of more batches.
         copy_kept_rows = self.admit(plan)
 
         def finish(rows: Array) -> None:
@@ -256,25 +270,30 @@ class LookAheadRows:
         """Choose the rows to keep after the oldest announced batch.
 
         Announces more batches until a longer look-ahead could not choose better. ``plan`` holds the hits and
-        misses of the batch. Returns a function of the (K, *row) rows of the batch that copies the rows to
-        keep.
+        misses of the oldest batch. Returns a function of its (K, *row) rows that copies the rows to keep.
         """
-        positions = np.concatenate([plan.hit_places, plan.positions])
-        num_hits = len(plan.hit_places)
+        positions = np.concatenate([plan.hit_positions, plan.positions])
+        num_hits = len(plan.hit_positions)
+        first_input = self._first_inputs[0]
+        end_input = self._first_inputs[1] if len(self._first_inputs) > 1 else self._next_input
+        assert len(positions) == end_input - first_input, "the plan is of another batch"
         # Only inputs of other servers are numbered, so count the remote positions up to each position.
-        end = self._first_inputs[1] if len(self._first_inputs) > 1 else self._next_input
-        assert len(positions) == end - self._first_inputs[0], "another batch is the oldest announced one"
-        inputs = self._first_inputs[0] + np.cumsum(np.bincount(positions))[positions] - 1
+        num_remote_until = np.cumsum(np.bincount(positions))
+        inputs = first_input + num_remote_until[positions] - 1
+
         while True:
+            # Announcing a batch may change the next uses, and may replace the ring.
             uses = self._later_use[inputs & (len(self._later_use) - 1)]
             self._next_use[plan.hit_slots] = uses[:num_hits]
-            cut = _find_cut(self._next_use, uses[num_hits:], self._step, len(self._first_inputs))
-            if not cut[3] or not self.announce_more():
+            miss_uses = uses[num_hits:]
+            cut = _find_cut(self._next_use, miss_uses, self._step, len(self._first_inputs))
+            _, _, _, is_open = cut
+            if not is_open or not self.announce_more():
                 break
+
         self._first_inputs.popleft()
         self._step += 1
         self._num_unfinished += 1
-        miss_uses = uses[num_hits:]
         table = self.table
         indices, slots = _assign_slots(table, self._ids_by_slot, self._next_use, plan.ids, miss_uses, cut)
         positions_to_keep = plan.positions[indices]
@@ -285,24 +304,25 @@ class LookAheadRows:
 
         return copy_kept_rows
 
-    def _reserve_entries(self, count: int) -> None:
-        """Make space for ``count`` further ids in the ring of announced inputs and in the table of ids.
-
-        The ring has a length that is a power of two, so that a mask finds an input. The table stays at most
-        two thirds full.
-        """
+    def _reserve_entries(self, num_ids: int) -> None:
+        """Make space for ``num_ids`` further ids in the ring of announced inputs and in the table of ids."""
         first_input, next_input = self._first_inputs[0], self._next_input
-        if next_input + count - first_input > len(self._later_use):
+        num_inputs = next_input + num_ids - first_input
+        if num_inputs > len(self._later_use):
+            # The length of the ring is a power of two, so that a mask finds the place of an input.
             old_uses = self._later_use
             inputs = np.arange(first_input, next_input)
-            self._later_use = np.empty(1 << (next_input + count - first_input).bit_length(), np.int32)
+            self._later_use = np.empty(1 << num_inputs.bit_length(), np.int32)
             self._later_use[inputs & (len(self._later_use) - 1)] = old_uses[inputs & (len(old_uses) - 1)]
-        if len(self.table.keys) and 3 * (self._num_used + count) > 2 * len(self.table.keys):
+
+        # A hash table stays at most two thirds full. A direct table has an entry for every id.
+        keys = self.table.keys
+        if len(keys) and 3 * (self._num_entries + num_ids) > 2 * len(keys):
             # Ids that are neither cached nor announced are dropped.
-            is_needed = (self.table.keys >= 0) & ((self.table.slots >= 0) | (self._last_input >= first_input))
-            entries = np.flatnonzero(is_needed)
-            self._num_used = len(entries)
-            table = _new_table(2 * (len(entries) + count))
+            is_needed = (self.table.slots >= 0) | (self._last_input >= first_input)
+            entries = np.flatnonzero((keys >= 0) & is_needed)
+            self._num_entries = len(entries)
+            table = _new_table(2 * (len(entries) + num_ids))
             last_inputs = np.full(len(table.keys), -1, np.int64)
             _move_entries(self.table, self._last_input, entries, table, last_inputs)
             self.table, self._last_input = table, last_inputs
@@ -338,8 +358,8 @@ class Column:
             rows = shard.rows
             if rows.dtype != dtype or rows.shape[1:] != self.info.row_shape or not rows.flags.c_contiguous:
                 raise ConfigError(
-                    f"the rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, but they must be "
-                    f"{dtype} with rows of shape {self.info.row_shape} in C order"
+                    f"the rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, but "
+                    f"they must be {dtype} with rows of shape {self.info.row_shape} in C order"
                 )
 
     @cached_property
@@ -348,7 +368,7 @@ class Column:
 
     @cached_property
     def row_bytes(self) -> int:
-        return int(np.prod(self.info.row_shape, dtype=np.int64)) * numpy_dtype(self.info.dtype).itemsize
+        return math.prod(self.info.row_shape) * numpy_dtype(self.info.dtype).itemsize
 
     @cached_property
     def rows_per_message(self) -> int:
@@ -357,38 +377,40 @@ class Column:
     def read(self, ids: Array, out: Array) -> None:
         """Copy the local rows among (K,) int64 ``ids`` to their positions in ``out`` (K, *row)."""
         if self.on_read is not None:
-            self._compute(self.on_read, ids, out)
+            self._compute_rows(self.on_read, ids, out)
             return
         for shard in self.shards:
             if shard.on_disk:
                 request_rows(shard.rows, shard.first, ids)
             gather_rows(shard.rows, shard.first, ids, out)
 
-    def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:
-        """Write the rows of local ids, which the user's ``handler`` computes, to their places in ``out``.
-
-        Raises ConfigError if the handler returns another shape or dtype than the column has.
-        """
-        (shard,) = self.shards  # A tensor in memory has one shard.
+    def _compute_rows(self, handler: PullHandler, ids: Array, out: Array) -> None:
+        """Let ``handler`` compute the rows of local ids. Raise ConfigError if shape or dtype is wrong."""
+        # A tensor in memory has one shard.
+        (shard,) = self.shards
         positions = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
         if not len(positions):
             return
+
         indices = torch.from_numpy(ids[positions] - shard.first)
         values = handler(view_as_tensor(shard.rows, self.info), indices)
         shape = (len(positions), *self.info.row_shape)
         dtype = torch_dtype(self.info.dtype)
         if tuple(values.shape) != shape or values.dtype != dtype:
             raise ConfigError(
-                f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}, "
-                f"but it must return {dtype} of shape {shape}"
+                f"the pull handler of {self.name!r} returned {values.dtype} of shape "
+                f"{tuple(values.shape)}, but it must return {dtype} of shape {shape}"
             )
         out[positions] = view_as_numpy(values.detach().contiguous())
 
     def find_nonzero(self) -> Iterator[Array]:
         """Yield an (n, *row) bool array for each shard that marks the values that are not 0."""
         for shard in self.shards:
-            # bfloat16 is stored as bits. The highest bit is the sign, and -0.0 is zero, too.
-            yield (shard.rows & 0x7FFF if self.info.dtype == "bfloat16" else shard.rows) != 0
+            rows = shard.rows
+            if self.info.dtype == "bfloat16":
+                # bfloat16 is stored as uint16. The mask clears the sign, because -0.0 is zero, too.
+                rows = rows & 0x7FFF
+            yield rows != 0
 
     def write(self, ids: Array, rows: Array) -> None:
         """Overwrite the local rows with (K, *row) ``rows``. The last of repeated ids wins."""
@@ -396,7 +418,7 @@ class Column:
             scatter_rows(rows, shard.rows, shard.first, ids)
 
     def check(self, ids: Array) -> None:
-        """Raise ConfigError or IndexError unless ``ids`` are (K,) int64 rows of this tensor."""
+        """Raise ConfigError if ``ids`` are not (K,) int64, and IndexError if one is no row of this tensor."""
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise ConfigError(f"ids must be (K,) int64, not {ids.dtype} of shape {ids.shape}")
         # Use the user's name of the tensor, which is the last part of the name in the store.
@@ -405,8 +427,8 @@ class Column:
     def check_writable(self) -> None:
         if not self.writable:
             raise ConfigError(
-                f"{self.name!r} belongs to the dataset on disk, which is read-only. Create a writable tensor "
-                "with g.new_tensor(shape, dtype, name)."
+                f"{self.name!r} belongs to the dataset on disk, which is read-only. Create a "
+                "writable tensor with g.new_tensor(shape, dtype, name)."
             )
 
 
@@ -428,8 +450,8 @@ class CacheCounts:
 def check_cacheable(column: Column) -> None:
     if column.writable:
         raise ConfigError(
-            f"{column.name!r} can be written to, which would make cached rows stale. Only columns "
-            "of the dataset, which are read-only, can be cached."
+            f"{column.name!r} can be written to, which would make cached rows stale. Only "
+            "columns of the dataset, which are read-only, can be cached."
         )
 
 
@@ -441,7 +463,7 @@ def _new_table(min_entries: int) -> SlotTable:
 @njit(cache=True, nogil=True)
 def _move_entries(table: SlotTable, inputs: Array, entries: Array, out: SlotTable, out_inputs: Array) -> None:
     for entry in entries:
-        out_entry = find_place(out.keys, table.keys[entry])
+        out_entry = find_entry(out.keys, table.keys[entry])
         out.keys[out_entry] = table.keys[entry]
         out.slots[out_entry] = table.slots[entry]
         out_inputs[out_entry] = inputs[entry]
@@ -459,18 +481,21 @@ def _announce(
 ) -> int:
     """Register ``ids`` as inputs of the batch ``step``. Return how many of them had no table entry.
 
-    ``input_bounds`` holds the number of the first of ``ids`` and of the first input not yet pulled.
+    ``input_bounds`` are the first input of ``ids`` and the first input that is still announced.
     """
+    first_input, first_announced = input_bounds
     mask, num_new_ids = len(later_use) - 1, 0
     for k in range(len(ids)):
-        input_number, entry = input_bounds[0] + k, find_place(table.keys, ids[k])
+        input_number, entry = first_input + k, find_entry(table.keys, ids[k])
         later_use[input_number & mask] = _NEVER
         if len(table.keys) > 0 and table.keys[entry] < 0:
             table.keys[entry] = ids[k]
             num_new_ids += 1
-        elif last_inputs[entry] >= input_bounds[1]:
+        elif last_inputs[entry] >= first_announced:
+            # An earlier announced batch uses the id, so this step is the next use after that batch.
             later_use[last_inputs[entry] & mask] = step
         elif table.slots[entry] >= 0:
+            # No announced batch uses the id, but its row is cached.
             next_use[table.slots[entry]] = step
         last_inputs[entry] = input_number
     return num_new_ids
@@ -483,17 +508,21 @@ def _find_cut(next_use: Array, uses: Array, step: int, num_known: int) -> tuple[
     Args:
         next_use: Next uses of the cached rows.
         uses: Next uses of the requested rows.
-        known: Number of known batches.
+        num_known: Number of known batches.
 
     Returns:
         Next use at the cut, number of cached and of requested rows with this use that are kept, and whether
         announcing more batches could tell the rows at the cut apart.
     """
+    # Count the rows by the number of steps until their next use. The last two counts are those of rows that
+    # no known batch uses, and of slots without a row.
     num_cached, num_missed = np.zeros(num_known + 2, np.int64), np.zeros(num_known + 2, np.int64)
     for use in next_use:
         num_cached[num_known + use - _NEVER if use >= _NEVER else use - step] += 1
     for use in uses:
         num_missed[num_known if use >= _NEVER else use - step] += 1
+
+    # Rows with the nearest next use come first, until the slots are full.
     room, ahead = len(next_use), 0
     while num_cached[ahead] + num_missed[ahead] < room:
         room -= num_cached[ahead] + num_missed[ahead]
@@ -513,7 +542,10 @@ def _assign_slots(
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give slots of rows beyond the cut to ``ids`` within it. Return the indices of these ids, and slots."""
+    """Give the slots of rows whose next use is beyond the cut to ``ids`` whose next use is within it.
+
+    Return the indices of the ids that got a slot, and their slots. The ``cut`` is that of :func:`_find_cut`.
+    """
     cut_use, num_kept, num_entering, _ = cut
     indices, slots = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     count, slot = 0, 0
@@ -524,10 +556,11 @@ def _assign_slots(
         while next_use[slot] < cut_use or (next_use[slot] == cut_use and num_kept > 0):
             num_kept -= next_use[slot] == cut_use
             slot += 1
+
         if ids_by_slot[slot] >= 0:
-            table.slots[find_place(table.keys, ids_by_slot[slot])] = -1
+            table.slots[find_entry(table.keys, ids_by_slot[slot])] = -1
         ids_by_slot[slot], next_use[slot] = ids[k], uses[k]
-        table.slots[find_place(table.keys, ids[k])] = slot
+        table.slots[find_entry(table.keys, ids[k])] = slot
         indices[count], slots[count] = k, slot
         count += 1
         slot += 1

@@ -55,41 +55,39 @@ log = logging.getLogger(__name__)
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
     """Open a dataset on every rank. The first rank of each machine checks its files. All ranks call this.
 
-    Raises:
-        StorageError: on all ranks, if a rank cannot open the dataset, or if the ranks see different datasets.
-        DatasetError: on the rank that checks, if an id is out of range. Other ranks raise StorageError.
+    Raises StorageError on all ranks, if a rank cannot open the dataset or the ranks see different datasets.
+    If an id is out of range, the rank that checks raises DatasetError instead.
     """
-    is_first = session.is_first_on_machine
-    checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if is_first else None)
-    dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=verify, checked=True))
+
+    def check_and_open() -> StoredDataset | None:
+        return open_dataset(folder, verify=verify) if session.is_first_on_machine else None
+
+    def open_checked() -> StoredDataset:
+        return checked_dataset or open_dataset(folder, verify=verify, checked=True)
+
+    checked_dataset = run_on_all_ranks(session, check_and_open)
+    dataset = run_on_all_ranks(session, open_checked)
     checksum = dataset.manifest.checksum
     check_equal(session, f"the dataset in {folder}", checksum, "copy it again", StorageError)
     return dataset
 
 
 def import_if_changed(part_config: Path, session: Session) -> Path:
-    """Import DGL's files, if changed, into a dataset beside them. Return its folder. All ranks call this."""
+    """Import DGL's files into a dataset beside them, unless it is up to date. All ranks call this.
+
+    Return the folder of the dataset. Raise StorageError on all ranks if the import fails on one of them.
+    """
     folder = part_config.absolute().with_suffix(".dglx")
 
-    def check() -> None:
+    def check_config() -> None:
         if not part_config.exists():
             raise StorageError(f"{part_config} does not exist. Pass the JSON file of DGL's partition_graph.")
 
-    def import_files() -> None:
-        stamps = _read_stamps(part_config)
-        stamp_file = folder / _IMPORTED
-        # Compare stamps for equality, not by age, because the clocks of machines differ.
-        if not (folder / MANIFEST).exists() or not stamp_file.exists() or stamp_file.read_text() != stamps:
-            log.info("importing %s into %s", part_config, folder)
-            import_dgl_format(part_config, folder, overwrite=folder.exists())
-            stamp_file.parent.mkdir(exist_ok=True)
-            stamp_file.write_text(stamps)
-
     # All ranks check. Otherwise a rank that does not see the file would wait for the others.
-    run_on_all_ranks(session, check)
+    run_on_all_ranks(session, check_config)
     # Rank 0 imports first, so that the other machines find the result on a shared file system.
-    run_on_all_ranks(session, lambda: import_files() if session.topology.rank == 0 else None)
-    run_on_all_ranks(session, lambda: import_files() if session.is_first_on_machine else None)
+    for is_importer in (session.topology.rank == 0, session.is_first_on_machine):
+        run_on_all_ranks(session, partial(_import_files, part_config, folder, is_importer))
     return folder
 
 
@@ -97,42 +95,67 @@ _IMPORTED = f"{CACHE}/imported.json"
 """File with stamps of the files that a dataset was imported from."""
 
 
+def _import_files(part_config: Path, folder: Path, is_importer: bool) -> None:
+    """Import DGL's files into ``folder``, if this rank is an importer and a file has changed."""
+    if not is_importer:
+        return
+    stamps = _read_stamps(part_config)
+    stamp_file = folder / _IMPORTED
+    # Compare stamps for equality, not by age, because the clocks of machines differ.
+    if (folder / MANIFEST).exists() and stamp_file.exists() and stamp_file.read_text() == stamps:
+        return
+
+    log.info("importing %s into %s", part_config, folder)
+    import_dgl_format(part_config, folder, overwrite=folder.exists())
+    stamp_file.parent.mkdir(exist_ok=True)
+    stamp_file.write_text(stamps)
+
+
 def _read_stamps(part_config: Path) -> str:
     # The parts count too, because scripts write columns into a part and leave the JSON file unchanged.
-    paths = sorted(part_config.parent.glob("part*/*.dgl"))
-    stats = [(path.name, path.stat()) for path in (part_config, *paths)]
+    part_files = sorted(part_config.parent.glob("part*/*.dgl"))
+    stats = [(path.name, path.stat()) for path in (part_config, *part_files)]
     return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, replicated or partitioned. Every rank must call this."""
+    """Open the structure of every edge type, and let it serve uniform draws. Every rank must call this."""
     if mode not in ("auto", "replicated", "partitioned"):
-        raise ConfigError(f"structure is {mode!r}. Choose 'auto', 'replicated' or 'partitioned'.")
+        raise ConfigError(f"structure is {mode!r}. Use 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
     if mode == "auto":
-        fits = gather_json(run_on_all_ranks(session, lambda: _fits_in_memory(dataset)), session)
-        mode = "replicated" if all(fits) else "partitioned"
+        fits_here = run_on_all_ranks(session, lambda: _fits_in_memory(dataset))
+        fits_everywhere = all(gather_json(fits_here, session))
+        mode = "replicated" if fits_everywhere else "partitioned"
     if session.topology.rank == 0:
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
-    if mode == "partitioned":
-        make = partial(PartitionedStructure, session, dataset, placement, label)
-        return {etype: make(etype) for etype in manifest.edge_types}
-    return {etype: _open_replicated(dataset, session, etype) for etype in manifest.edge_types}
+
+    structures: dict[EdgeType, Structure] = {}
+    for etype in manifest.edge_types:
+        if mode == "partitioned":
+            structures[etype] = PartitionedStructure(session, dataset, placement, label, etype)
+        else:
+            structures[etype] = _open_replicated(dataset, session, etype)
+    for structure in structures.values():
+        serve_uniform(structure)
+    read_from_disk([shard.indices for structure in structures.values() for shard in structure.shards])
+    return structures
 
 
 def _fits_in_memory(dataset: StoredDataset) -> bool:
-    # All parts must be on this machine, and their structure may take at most half of the free memory.
+    """Return whether the structure of all parts is on this machine and takes at most half the free memory."""
     manifest = dataset.manifest
     if not all(dataset.has_part(part) for part in range(manifest.num_parts)):
         return False
-    num_bytes = sum(
-        8 * (manifest.num_nodes(etype[2]) + 1)
-        + dataset.part(0).indices(etype).itemsize * manifest.num_edges(etype)
-        for etype in manifest.edge_types
-    )
-    return num_bytes <= machine_memory()[1] // 2
+
+    num_bytes = 0
+    for etype in manifest.edge_types:
+        num_bytes += 8 * (manifest.num_nodes(etype[2]) + 1)
+        num_bytes += dataset.part(0).indices(etype).itemsize * manifest.num_edges(etype)
+    _, free_bytes = machine_memory()
+    return num_bytes <= free_bytes // 2
 
 
 def _open_replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
@@ -146,9 +169,10 @@ def _open_replicated(dataset: StoredDataset, session: Session, etype: EdgeType) 
 def add_columns(
     dataset: StoredDataset, placement: Placement, policies: Mapping[str | EdgeType, PartitionPolicy]
 ) -> None:
-    """Add every memory-mapped tensor of the dataset to the store. Source ids get hidden names.
+    """Add every memory-mapped tensor of the dataset to the store.
 
-    Raises StorageError if a file of the local server's parts is missing or damaged.
+    The ids of the source, and the user's own ids, get hidden names. Raises StorageError if a file of the
+    local server's parts is missing or damaged.
     """
     manifest = dataset.manifest
     parts = {part: dataset.part(part) for part in placement.local_parts}
@@ -158,29 +182,29 @@ def add_columns(
         "node": (StoredPart.node_data, StoredPart.original_node_ids),
         "edge": (StoredPart.edge_data, StoredPart.original_edge_ids),
     }
-    on_disk = read_from_disk(
-        [
-            readers[policy.kind][0](part, key, name=name)
-            for key, policy in policies.items()
-            for name in columns[key]
-            for part in parts.values()
-        ]
-    )
+    # All columns together decide whether rows are read from disk.
+    mapped_rows = []
+    for key, policy in policies.items():
+        read, _ = readers[policy.kind]
+        mapped_rows += [read(part, key, name=name) for name in columns[key] for part in parts.values()]
+    on_disk = read_from_disk(mapped_rows)
+
     for key, policy in policies.items():
         read, read_ids = readers[policy.kind]
         specs = [(policy.key(name), info, partial(read, name=name)) for name, info in columns[key].items()]
         specs.append((policy.hidden_key(ORIGINAL_IDS), IDS, partial(read_ids)))
         if manifest.user_ids.get(str(key)) == "int64":
             specs.append((policy.hidden_key(USER_IDS), IDS, partial(StoredPart.user_ids)))
-        for name, info, read_part in specs:
-            rows = {part: read_part(stored, key) for part, stored in parts.items()}
-            policy.store.add(name, offsets[key], rows, info, on_disk=on_disk)
+        for store_key, info, read_rows in specs:
+            rows = {number: read_rows(part, key) for number, part in parts.items()}
+            policy.store.add(store_key, offsets[key], rows, info, on_disk=on_disk)
 
 
 T = TypeVar("T", str, EdgeType)
 
 
 def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
+    """Return the only one of ``types``, or raise ConfigError if there are several."""
     if len(types) == 1:
         return next(iter(types))
     names = [key if isinstance(key, str) else key[1] for key in types]
@@ -191,9 +215,8 @@ def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
 class DistGraph(Shared):
     """A partitioned dataset. Opening and closing it is collective. Any rank may use it alone at any time.
 
-    Nodes and edges have the ids of the dataset, which are contiguous for each type and part.
-    :meth:`orig_ids` returns the ids of the source.
-    This is not a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
+    Nodes and edges have the ids of the dataset, which are contiguous for each type and part. The graph is not
+    a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
 
     Args:
         folder: Folder that ``dglx partition`` wrote.
@@ -208,8 +231,7 @@ class DistGraph(Shared):
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
             are fewer parts than servers.
         StorageError: on all ranks, if a rank cannot open the dataset.
-        DatasetError: on the rank that checks the files, if an id is out of range. Other ranks raise
-            StorageError.
+        DatasetError: in place of StorageError, on the rank that checks the files, if an id is out of range.
     """
 
     def __init__(
@@ -225,34 +247,40 @@ class DistGraph(Shared):
             raise ConfigError("pass DistGraph the folder of a dataset, or DGL's JSON file as part_config=")
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
-            install()  # Blocks that a script moves itself need this.
-        path = Path(folder) if folder is not None else import_if_changed(Path(str(part_config)), self.session)
-        self.dataset: StoredDataset = open_together(path, self.session, verify)
+            # Blocks that a script itself moves to the device need the torch path.
+            install()
+        if folder is None:
+            folder = import_if_changed(Path(str(part_config)), self.session)
+        self.dataset: StoredDataset = open_together(Path(folder), self.session, verify)
         manifest = self.dataset.manifest
         self.placement = Placement(manifest.num_parts, self.session.topology)
         # The label is unique for each open graph, so that a session may have several.
         label = broadcast_json(secrets.token_hex(4), self.session)
         self.kvstore = KVStore(self.session, self.placement, label)
         merge = self.placement.server_offsets
+        node_bounds = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}
+        edge_bounds = {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()}
+        num_trainers = None
         trainers_per_part = manifest.parameters.get(TRAINERS_PER_PART)
-        nodes = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}
-        edges = {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()}
-        num_trainers = manifest.num_parts * trainers_per_part if isinstance(trainers_per_part, int) else None
-        self._book = PartitionBook(nodes, edges, self.session.topology.server, num_trainers)
-        policy = partial(
+        if isinstance(trainers_per_part, int):
+            num_trainers = manifest.num_parts * trainers_per_part
+        self._book = PartitionBook(node_bounds, edge_bounds, self.session.topology.server, num_trainers)
+
+        make_policy = partial(
             PartitionPolicy, partition_book=self._book, store=self.kvstore, dataset=manifest.checksum
         )
-        self._node_policies = {key: policy(kind="node", type_name=key, bounds=nodes[key]) for key in nodes}
-        self._edge_policies = {key: policy(kind="edge", type_name=key, bounds=edges[key]) for key in edges}
+        self._node_policies: dict[str, PartitionPolicy] = {}
+        for ntype, bounds in node_bounds.items():
+            self._node_policies[ntype] = make_policy(kind="node", type_name=ntype, bounds=bounds)
+        self._edge_policies: dict[EdgeType, PartitionPolicy] = {}
+        for etype, bounds in edge_bounds.items():
+            self._edge_policies[etype] = make_policy(kind="edge", type_name=etype, bounds=bounds)
         policies: dict[Any, PartitionPolicy] = {**self._node_policies, **self._edge_policies}
         run_on_all_ranks(self.session, lambda: add_columns(self.dataset, self.placement, policies))
-        self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
-        structures = self._structures.values()
-        read_from_disk([shard.indices for structure in structures for shard in structure.shards])
-        for structure_of_type in structures:
-            serve_uniform(structure_of_type)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
+
+        self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         self._draw_counter = count()
         self.on_close: list[Callable[[], None]] = []
         """Functions that :meth:`close` calls when no rank uses the graph any more."""
@@ -274,9 +302,9 @@ class DistGraph(Shared):
 
     def to(self, device: torch.device | str) -> DistGraph:
         """Return the graph itself for the CPU. Raise ConfigError for other devices."""
-        if torch.device(device).type == "cpu":
-            return self
-        raise ConfigError(f"a distributed graph stays on the CPU. Leave out .to({device}): batches move.")
+        if torch.device(device).type != "cpu":
+            raise ConfigError(f"a distributed graph stays on the CPU. Leave out .to({device}): batches move.")
+        return self
 
     @property
     def idtype(self) -> torch.dtype:
@@ -312,12 +340,14 @@ class DistGraph(Shared):
     @property
     def nodes(self) -> TypedViews[str, DataView]:
         """Tensors of the nodes of one type, as ``g.nodes[ntype].data``."""
-        return TypedViews(lambda ntype: self._node_views[self._check_ntype(ntype)], "arange(g.num_nodes())")
+        views = self._node_views
+        return TypedViews(lambda ntype: views[self._check_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
     def edges(self) -> TypedViews[str | EdgeType, DataView]:
         """Tensors of the edges of one type, as ``g.edges[etype].data``."""
-        return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
+        views = self._edge_views
+        return TypedViews(lambda etype: views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
     def num_nodes(self, ntype: str | None = None) -> int:
         return self._book.num_nodes(ntype)
@@ -355,27 +385,24 @@ class DistGraph(Shared):
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
         """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
-        Args:
-            name: Name of the policy, which is a part of the names of all tensors with this policy.
-            rows: Number of rows to cut evenly over the S servers, or (S + 1,) bounds. Server s then has the
-                rows ``rows[s]:rows[s + 1]``.
-
-        Raises:
-            ConfigError: the name contains ``~``, the number is negative, or the bounds are invalid.
+        ``rows`` is the number of rows to cut evenly over the S servers, or (S + 1,) bounds. Server s then has
+        the rows ``rows[s]:rows[s + 1]``. Raises ConfigError if the name contains ``~``, the number is
+        negative, or the bounds are invalid.
         """
         if "~" in name:
             raise ConfigError(f"the policy name {name!r} contains '~'. Choose another name.")
-        servers = self.placement.topology.num_servers
+
+        num_servers = self.placement.topology.num_servers
         if isinstance(rows, int | np.integer):
             if rows < 0:
                 raise ConfigError(f"the policy {name!r} has {rows} rows. Use 0 or more.")
-            bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
+            bounds = np.arange(num_servers + 1, dtype=np.int64) * int(rows) // num_servers
         else:
             bounds = np.array(rows, dtype=np.int64)
-            if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+            if bounds.shape != (num_servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
                 raise ConfigError(
-                    f"the policy {name!r} has the bounds {list(rows)} for {servers} server(s). Pass "
-                    f"{servers + 1} ascending numbers from 0 on, or only the number of rows."
+                    f"the policy {name!r} has the bounds {list(rows)} for {num_servers} server(s). Pass "
+                    f"{num_servers + 1} ascending numbers from 0 on, or only the number of rows."
                 )
         book, store = self._book, self.kvstore
         return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
@@ -415,20 +442,20 @@ class DistGraph(Shared):
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
     ) -> CachePlan:
-        """Keep copies of other servers' rows, once per server. No result changes. Every rank must call this.
+        """Keep copies of rows of other servers. Every rank must call this. No result changes.
 
-        A second call replaces the rows of the first call, and ``alpha=0`` drops them. With one server there
-        are no rows to keep.
+        The ranks of a server share the copies. A second call replaces the rows of the first call, and
+        ``alpha=0`` drops them. With one server there are no rows to keep.
 
         Args:
             name: Name of node data of the dataset, which is read-only.
             alpha: Maximum number of rows to keep, as a fraction of the local server's rows.
-            policy: How rows are chosen. ``vip``: the probability that a batch needs the row (SALIENT++).
-                ``degree``: how often the row is a source. ``halo``: sources of local nodes, by the number of
-                those edges. ``lookahead``: each rank of the server keeps an equal share of ``alpha``, and its
-                loader keeps the rows that its next batches use soonest (Belady's MIN). Loaders of DGL's
-                neighbor samplers use it, one at a time, and no other pull does. Such a loader fetches on one
-                thread, whatever its ``num_threads``. Beside the rows, a rank holds 12 bytes for each kept
+            policy: Rule that chooses the rows. ``vip``: rows that a batch most probably needs (SALIENT++).
+                ``degree``: rows that are most often a source. ``halo``: sources of local nodes, with the most
+                edges to them first. ``lookahead``: each rank of the server keeps an equal share of ``alpha``,
+                and its loader keeps the rows that its next batches use soonest (Belady's MIN). Only loaders
+                of DGL's neighbor samplers use these rows, one at a time. Such a loader fetches on one thread,
+                whatever its ``num_threads``. In addition to the rows, a rank holds 12 bytes for each kept
                 row, 12 for each row of the column (above 2**20 rows: 40 to 80 for each row that known batches
                 use), 4 to 8 for each known use, and drawn batches of about 256 MiB plus depth + 5 batches.
             ntype: Node type. It may be None if there is one.
@@ -455,10 +482,7 @@ class DistGraph(Shared):
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 number of out-edges of ``u``, or of all nodes.
-
-        The first call reads every edge.
-        """
+        """Return the (K,) int64 out-degrees of ``u`` or of all nodes. The first call reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
@@ -495,14 +519,17 @@ class DistGraph(Shared):
         """
         if edge_dir != "in":
             raise ConfigError(f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph.")
-        root = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draw_counter)])
-        rule = DrawRule(replace=bool(replace), prob=prob, seed=int(root.generate_state(1, np.uint64)[0]) >> 1)
+        # Each call on each rank gets a seed of its own. The shift makes the seed fit int64.
+        seeds = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draw_counter)])
+        seed = int(seeds.generate_state(1, np.uint64)[0]) >> 1
+        rule = DrawRule(replace=bool(replace), prob=prob, seed=seed)
         graph = build_sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else place(graph, output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
         """Return the ascending ids of the local server's nodes."""
-        return self._book.partid2nids(self._book.partid, self._resolve_ntype(ntype, "local_nodes(ntype)"))
+        key = self._resolve_ntype(ntype, "local_nodes(ntype)")
+        return self._book.partid2nids(self._book.partid, key)
 
     def orig_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
         """Return the (K,) int64 ids of the nodes in the source of the dataset."""
@@ -528,7 +555,9 @@ class DistGraph(Shared):
             names = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
             return self._find_user_ids(names, key)
         source_ids = as_ids(cast("Ids", ids), self.num_nodes(key), f"the nodes {key!r} of the source")
-        return self._pull_hidden(self._node_policies[key], ORIGINAL_IDS, slice(None)).argsort()[source_ids]
+        # `original_ids` is a permutation, so sorting it gives the inverse.
+        original_ids = self._pull_hidden(self._node_policies[key], ORIGINAL_IDS, slice(None))
+        return original_ids.argsort()[source_ids]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the user's own (K,) ids of nodes, int64 or unicode text. The default is :meth:`orig_ids`.
@@ -540,21 +569,26 @@ class DistGraph(Shared):
         policy = self._node_policies[key]
         id_dtype = self.dataset.manifest.user_ids.get(key)
         if id_dtype == "string":
-            # This reads the files at each call.
+            # Text is not in the store, so each call reads the files.
             parts = [self.dataset.part(part) for part in range(self.dataset.manifest.num_parts)]
-            text = np.concatenate([np.asarray(part.user_ids(key)) for part in parts])
-            return text[as_ids(ids, policy.get_size(), policy.policy_str)]
+            text_ids = np.concatenate([np.asarray(part.user_ids(key)) for part in parts])
+            return text_ids[as_ids(ids, policy.get_size(), policy.policy_str)]
         return self._pull_hidden(policy, USER_IDS if id_dtype else ORIGINAL_IDS, ids).numpy()
 
     def _find_user_ids(self, names: Array, ntype: str) -> Tensor:
+        """Return the (K,) int64 ids of the nodes with the user ids ``names``. Raise as :meth:`new_ids`."""
         user_ids = self.user_ids(slice(None), ntype)
         if user_ids.dtype.kind == "U" or names.dtype.kind in "UO":
             user_ids = user_ids.astype(str)
             names = names.astype(str)
+
+        # A name that is greater than all ids is compared with the greatest id, and does not match.
         order = user_ids.argsort()
-        positions = order[np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)]
-        if (unknown := user_ids[positions] != names).any():
-            raise IndexError(f"no node of type {ntype!r} has the id {names[unknown][0].item()!r}")
+        indices = np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)
+        positions = order[indices]
+        is_unknown = user_ids[positions] != names
+        if is_unknown.any():
+            raise IndexError(f"no node of type {ntype!r} has the id {names[is_unknown][0].item()!r}")
         return torch.from_numpy(positions)
 
     def rank(self) -> int:
@@ -569,8 +603,10 @@ class DistGraph(Shared):
         """Stop serving this graph after all pending writes of the ranks are done. All ranks call this."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
-        for action in [*self.on_close]:  # Some actions remove themselves.
+        # Copy the list, because some actions remove themselves from it.
+        for action in [*self.on_close]:
             action()
+
         self.kvstore.close()
         for structure in self._structures.values():
             structure.close()

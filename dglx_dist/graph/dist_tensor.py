@@ -52,19 +52,22 @@ GRAPH_REMEDY = (
     "loader of dglx_dist.dataloading. Pass messages along their blocks, or on dx.local_graph(g)."
 )
 TENSOR_REMEDY = (
-    "Its rows lie on the servers. t[:] returns all of them as one torch tensor, and t[ids] returns some. "
-    "dx.node_split(mask) returns this rank's share of a mask."
+    "Its rows lie on the servers. t[:] returns all of them as one torch tensor, and t[ids] "
+    "returns some. dx.node_split(mask) returns this rank's share of a mask."
 )
 
 
 def make_unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
     """Return a ``__getattr__`` that raises AttributeError with a ``remedy`` for every name."""
 
-    def refuse(_: Any, name: str) -> NoReturn:
-        # Python's own protocols probe dunder names and never show the text.
-        raise AttributeError(name if name.startswith("__") else f"{what} has no {name!r}. {remedy}")
+    def raise_unsupported(_: Any, name: str) -> NoReturn:
+        message = f"{what} has no {name!r}. {remedy}"
+        if name.startswith("__"):
+            # Python probes such names itself, and never shows the message.
+            message = name
+        raise AttributeError(message)
 
-    return refuse
+    return raise_unsupported
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,10 +111,11 @@ class PartitionPolicy:
         return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
     def to_local(self, id_tensor: Ids) -> Tensor:
-        """Return the ids relative to the local server's first row. Raise IndexError for rows of others."""
-        first, last = self.bounds[self.part_id : self.part_id + 2].tolist()
+        """Return ids relative to this server's first row. Raise IndexError if another server owns a row."""
+        first = int(self.bounds[self.part_id])
         local_ids = as_ids(id_tensor, self.get_size(), self.policy_str) - first
-        check_ids(local_ids, last - first, f"{self.policy_str} of this server (ids counted from {first})")
+        description = f"{self.policy_str} of this server (ids counted from {first})"
+        check_ids(local_ids, self.get_part_size(), description)
         return torch.from_numpy(local_ids)
 
     def key(self, name: str) -> str:
@@ -125,32 +129,34 @@ class PartitionPolicy:
 def _resolve_policy(
     shape: Sequence[int], dtype: torch.dtype, policy_or_graph: PartitionPolicy | OpenedGraph
 ) -> tuple[PartitionPolicy, ColumnInfo]:
-    """Return the policy and the rows of a tensor. A graph is searched for a policy of as many rows."""
+    """Return the policy of a tensor, and its dtype and row shape. Raise ConfigError if they do not fit."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
         raise ConfigError(f"shape is {shape!r}. Use integers, such as (g.num_nodes(), 16).") from None
     if not sizes or min(sizes) < 0:
         raise ConfigError(f"shape is {sizes}. Start with the number of rows, and use no size below 0.")
-    policy = (
-        policy_or_graph
-        if isinstance(policy_or_graph, PartitionPolicy)
-        else policy_or_graph.find_policy_of_length(sizes[0])
-    )
-    if sizes[0] != policy.get_size():
+
+    num_rows, *row_shape = sizes
+    if isinstance(policy_or_graph, PartitionPolicy):
+        policy = policy_or_graph
+    else:
+        policy = policy_or_graph.find_policy_of_length(num_rows)
+    if num_rows != policy.get_size():
         raise ConfigError(
-            f"a tensor has {sizes[0]} rows, but {policy.policy_str} has {policy.get_size()}. Use the same "
-            "number."
+            f"a tensor has {num_rows} rows, but {policy.policy_str} has {policy.get_size()}. "
+            "Use the same number."
         )
-    return policy, make_column_info(dtype, sizes[1:])
+    return policy, make_column_info(dtype, tuple(row_shape))
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
-    """Add a tensor to the store of ``policy``, in memory that the ranks of a server share. Collective."""
+    """Add a tensor in shared memory to the store of ``policy``. Every rank must call this."""
     store = policy.store
     shape = [policy.get_size(), *info.row_shape]
     facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}
     check_equal(store.session, "a tensor", facts, "create it with the same arguments on all ranks")
+
     file_name = f"{store.label}-tensor-{store.next_number()}"
     rows = map_shared_rows(store.session, file_name, policy.get_part_size(), info, init)
     shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
@@ -159,31 +165,36 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
 
 
 def _view_rows(column: Column, first: int, last: int) -> Array:
-    """Return the rows ``first`` to ``last - 1`` of the local server. They are copied if they span shards."""
+    """Return rows ``first`` to ``last - 1`` of the local server: a view, or a copy if they span shards."""
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]
-    out = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
-    column.read(np.arange(first, last), out)
-    return out
+    rows = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
+    column.read(np.arange(first, last), rows)
+    return rows
 
 
 def _check_same(
     folder: Path, saved: SavedRows, facts: object, policy: PartitionPolicy, column: Column
 ) -> None:
+    """Raise StorageError if ``saved`` has another shape, dtype, policy or dataset than ``column``."""
+    dtype = column.info.dtype
     shape = (column.num_rows, *column.info.row_shape)
-    if (saved.shape, saved.info.dtype) != (shape, column.info.dtype):
+    if saved.shape != shape or saved.info.dtype != dtype:
         raise StorageError(
             f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, but the tensor to "
-            f"fill is {column.info.dtype} of shape {shape}. Create a tensor with the saved shape and dtype."
+            f"fill is {dtype} of shape {shape}. Create a tensor with the saved shape and dtype."
         )
-    written = cast("dict[str, object]", facts)
+    # Rows that are neither nodes nor edges have the same meaning with any dataset and any policy name.
+    if not policy.dataset:
+        return
+
+    saved_facts = cast("dict[str, object]", facts)
     for key, expected in (("policy", policy.policy_str), ("dataset", policy.dataset)):
-        # Rows that are neither nodes nor edges mean the same with any dataset and under any name.
-        if policy.dataset and written.get(key) != expected:
+        if saved_facts.get(key) != expected:
             raise StorageError(
-                f"{folder} holds {saved.name!r} of the {key} {written.get(key)!r}, but the tensor to fill "
-                f"belongs to {expected!r}, which numbers rows differently. Load it with its own dataset."
+                f"{folder} holds {saved.name!r} of the {key} {saved_facts.get(key)!r}, but the tensor to "
+                f"fill belongs to {expected!r}, which numbers rows differently. Load it with its own dataset."
             )
 
 
@@ -195,9 +206,9 @@ OPENED: SessionField[OpenedGraph | None] = SessionField(lambda _: None)
 class DistTensor(Shared):
     """A tensor that is cut by rows over the servers, in shared memory or in the dataset on disk.
 
-    Creating one is collective. With a name that exists it attaches to that tensor, which is not collective.
-    Any rank may read and write any rows alone, from any thread, at any time. The program must order a write
-    of one rank and a read of the same rows by another one (``g.barrier()``).
+    Creating a tensor is collective. If the name exists, the new object refers to the existing tensor. Other
+    ranks need not take part in that. Any rank may read and write any rows alone, from any thread, at any
+    time. If one rank writes rows that another rank reads, the program must order the two (``g.barrier()``).
 
     Args:
         shape: Shape of the complete tensor. Without ``part_policy`` its first size selects the node or edge
@@ -207,9 +218,8 @@ class DistTensor(Shared):
             each server calls it. The default is zeros.
         part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
             ``g.new_policy(name, rows)`` for rows that are neither.
-        persistent: Accepted for DGL, without effect. DGL frees a tensor with its object unless this is True.
-            No rank can do that alone here. Tensors live until :meth:`delete`, the end of their ``with``
-            block, or the end of the session. Their memory is then free however the ranks end.
+        persistent: Accepted for DGL, without effect. Tensors live until :meth:`delete`, the end of their
+            ``with`` block, or the end of the session.
         is_gdata: Whether ``g.nodes[...].data`` shows the tensor.
         attach: Whether the name may be that of an existing tensor.
         graph: Graph of the tensor. The default is the graph that was opened last.
@@ -232,32 +242,39 @@ class DistTensor(Shared):
         *,
         graph: OpenedGraph | None = None,
     ) -> None:
-        policy = part_policy if isinstance(part_policy, PartitionPolicy) else None
-        store = policy.store if policy is not None else (graph or get_opened_graph()).kvstore
-        # The number is assigned before anything can fail on one rank alone.
+        policy_or_graph: PartitionPolicy | OpenedGraph
+        if isinstance(part_policy, PartitionPolicy):
+            policy_or_graph = part_policy
+            store = part_policy.store
+        else:
+            policy_or_graph = graph or get_opened_graph()
+            store = policy_or_graph.kvstore
+        # All ranks take a number for an unnamed tensor before one of them can fail.
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
         self._device = torch.device("cpu")
 
-        def describe() -> tuple[PartitionPolicy, ColumnInfo, str]:
-            if policy is not part_policy:
+        def resolve() -> tuple[PartitionPolicy, ColumnInfo, str]:
+            if part_policy is not None and part_policy is not policy_or_graph:
                 raise ConfigError(f"part_policy is {part_policy!r}. Use g.get_node_partition_policy(ntype).")
-            resolved, info = _resolve_policy(shape, dtype, policy or graph or get_opened_graph())
-            key = resolved.key(self._name) if is_gdata else resolved.hidden_key(self._name)
-            return resolved, info, key
+            policy, info = _resolve_policy(shape, dtype, policy_or_graph)
+            key = policy.key(self._name) if is_gdata else policy.hidden_key(self._name)
+            return policy, info, key
 
-        # Attaching is not collective.
-        may_attach = any(key.endswith(f"~{self._name}") for key in store.names())
-        if may_attach and store.has((description := describe())[2]):
-            self.part_policy, info, self._key = description
-            self._check_attach(info, attach, init_func)
-        else:
-            description = run_on_all_ranks(store.session, describe, ConfigError)
-            self.part_policy, info, self._key = description
-            _create(self.part_policy, self._key, info, init_func)
+        # A rank can attach to an existing tensor alone. Creating a tensor is collective, and an error in its
+        # arguments must reach all ranks. So the arguments are resolved alone only if the name exists.
+        if any(key.endswith(f"~{self._name}") for key in store.names()):
+            self.part_policy, info, self._key = resolve()
+            if store.has(self._key):
+                self._check_attach(info, attach, init_func)
+                return
+
+        self.part_policy, info, self._key = run_on_all_ranks(store.session, resolve, ConfigError)
+        _create(self.part_policy, self._key, info, init_func)
 
     @classmethod
     def from_existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
+        """Return the tensor called ``name`` that the store of ``policy`` has under ``key``."""
         tensor = cls.__new__(cls)
         tensor.part_policy = policy
         tensor._name = name
@@ -274,10 +291,10 @@ class DistTensor(Shared):
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
-        """Return this rank's share of the ids of nonzero rows, in the same shape as torch does.
+        """Return this rank's share of the ids of nonzero rows, in the shape of ``torch.nonzero``.
 
-        The share is that of ``dx.node_split``. Scripts for one machine train on ``mask.nonzero()``. Raises
-        ConfigError if the tensor has more than one dimension.
+        Scripts for one machine train on ``mask.nonzero()``. Here each rank gets the ids that
+        ``dx.node_split`` assigns to it. Raises ConfigError if the tensor has more than one dimension.
         """
         nonzero_ids = self.kvstore.nonzero(self._key)
         topology = self.kvstore.session.topology
@@ -287,19 +304,21 @@ class DistTensor(Shared):
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise TypeError for all functions of torch but ``nonzero``."""
-        if func is torch.nonzero:
-            arguments = dict(zip(("input",), args, strict=False)) | (kwargs or {})
-            return arguments.pop("input").nonzero(**arguments)
-        raise TypeError(f"torch's {func.__name__} takes no DistTensor. {TENSOR_REMEDY}")
+        if func is not torch.nonzero:
+            raise TypeError(f"torch's {func.__name__} takes no DistTensor. {TENSOR_REMEDY}")
+        options = dict(kwargs or {})
+        tensor = args[0] if args else options.pop("input")
+        return tensor.nonzero(**options)
 
     def __array_function__(self, func: Any, _: Any, args: Any, kwargs: Any) -> Any:
         """Let NumPy's functions take all rows. Only ``nonzero`` returns this rank's share."""
         if func is np.nonzero:
             return (self.nonzero(as_tuple=True)[0].numpy(),)
-        return func._implementation(*args, **kwargs)  # This calls __array__, also for tensors in lists.
+        # NumPy's own implementation calls __array__, also for tensors in lists.
+        return func._implementation(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        """Compare by identity. Raise TypeError for values, because Python would say that none is equal."""
+        """Compare by identity. Raise TypeError for numbers and arrays, which would all count as unequal."""
         if isinstance(other, int | float | Tensor | np.ndarray | np.generic):
             raise TypeError(f"a DistTensor is not compared by value. {TENSOR_REMEDY}")
         return self is other
@@ -347,7 +366,10 @@ class DistTensor(Shared):
         return f"DistTensor({self._name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Ids) -> Tensor:
-        """Return (K, *row) rows, or one row for one integer, on the device of ``index``.
+        """Return (K, *row) rows. For one integer, return its row without the first dimension.
+
+        The rows are on the device of ``index`` if that is a tensor on an accelerator. Otherwise they are on
+        :attr:`device`.
 
         Args:
             index: (K,) integers (of any width, as tensor, array or list), a mask over all rows, or a slice.
@@ -360,11 +382,10 @@ class DistTensor(Shared):
         if isinstance(index, tuple):
             raise IndexError(f"{self._name!r} is indexed by rows. For a column write t[ids][:, column].")
         ids = integer_ids(index, self._column.num_rows, repr(self._name))
-        rows = self.part_policy.store.pull(self._key, ids)
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
-        rows = to_device(rows, device)
+        rows = to_device(self.part_policy.store.pull(self._key, ids), device)
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:
@@ -389,12 +410,14 @@ class DistTensor(Shared):
             rows = torch.as_tensor(values).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{self._name!r} takes no {type(values).__name__} here: {error}") from None
+
         shape = (len(ids), *self._column.info.row_shape)
         try:
             rows = self._convert(rows).broadcast_to(shape)
         except RuntimeError:
             raise ConfigError(f"{self._name!r} takes shape {shape} here, not {tuple(rows.shape)}") from None
-        self.kvstore.push(self._key, ids, view_as_numpy(rows.contiguous()), accumulate=accumulate, wait=wait)
+        row_array = view_as_numpy(rows.contiguous())
+        self.kvstore.push(self._key, ids, row_array, accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
         self.kvstore.fence(timeout_s)
@@ -406,16 +429,19 @@ class DistTensor(Shared):
         """
         if not isinstance(other, DistTensor):
             return NotImplemented
-        policies = self.part_policy.policy_str, other.part_policy.policy_str
-        is_alike = (self.shape, self.dtype, policies[0]) == (other.shape, other.dtype, policies[1])
+        policy = self.part_policy.policy_str
+        other_policy = other.part_policy.policy_str
+        is_alike = (self.shape, self.dtype, policy) == (other.shape, other.dtype, other_policy)
         if not is_alike or self.kvstore is not other.kvstore or self.dtype.is_floating_point:
             raise ConfigError(
-                f"{self} | {other} with the policies {policies[0]} and {policies[1]} cannot be joined. Use "
+                f"{self} | {other} with the policies {policy} and {other_policy} cannot be joined. Use "
                 "two masks, or tensors of integers, of the same shape, dtype, policy and graph."
             )
+
         result = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
         ids = np.arange(*self.part_policy.owned_range)
-        self.kvstore.write_local(result.kvstore_key, ids, view_as_numpy((self[ids] | other[ids]).cpu()))
+        joined_rows = (self[ids] | other[ids]).cpu()
+        self.kvstore.write_local(result.kvstore_key, ids, view_as_numpy(joined_rows))
         barrier(self.kvstore.session, f"joining {self.name!r} and {other.name!r}")
         return result
 
@@ -433,9 +459,9 @@ class DistTensor(Shared):
         """Write the tensor into ``folder``. If this fails, the former content stays. All ranks call this.
 
         Every rank writes the rows that it owns as one file. Rank 0 then writes the index and renames the
-        folder. All ranks must see the folder under this name. Concurrent pushes may be saved or not. Raises
-        StorageError on all ranks, if one cannot write or does not see the folder, or if the folder holds
-        something other than a saved tensor.
+        folder. All ranks must see the folder under the same name. Pushes of other ranks during this call may
+        be saved or not. Raises StorageError on all ranks, if one of them cannot write or does not see the
+        folder, or if the folder holds something other than a saved tensor.
         """
 
         def write_owned_rows(temporary: Path) -> list[RowFile]:
@@ -454,32 +480,35 @@ class DistTensor(Shared):
     def load(self, folder: str | Path, name: str | None = None) -> None:
         """Fill the tensor from the result of :meth:`save` on any number of ranks. Every rank must call this.
 
-        ``name`` is the name of the tensor in the folder. It may be None if the folder has one tensor.
-
-        Raises:
-            StorageError: on all ranks, if the folder is missing or damaged for one, or if the tensor has
-                another shape, dtype or dataset. Nothing has changed then.
-            ConfigError: the tensor belongs to the dataset on disk.
+        ``name`` may be None if the folder has one tensor. Raises ConfigError if this tensor belongs to the
+        dataset on disk. Raises StorageError on all ranks, if the folder is missing or damaged for one of
+        them, or has another shape, dtype or dataset. Nothing has changed then.
         """
-        column, session = self._column, self.kvstore.session
+        column = self._column
+        session = self.kvstore.session
         first, last = self.part_policy.owned_range
 
-        def check() -> tuple[Path, SavedRows]:
+        def check_saved() -> tuple[Path, SavedRows]:
             source = Path(folder)
             column.check_writable()
             self.fence()
+
             index = read_index(source)
-            if name is None and len(index.tensors) != 1:
-                names = ", ".join(map(repr, index.tensors))
-                raise StorageError(f"{source} holds the tensors {names}. Choose one with name=.")
-            saved = index.tensor(name if name is not None else next(iter(index.tensors)), source)
+            saved_name = name
+            if saved_name is None:
+                if len(index.tensors) != 1:
+                    names = ", ".join(map(repr, index.tensors))
+                    raise StorageError(f"{source} holds the tensors {names}. Choose one with name=.")
+                (saved_name,) = index.tensors
+            saved = index.tensor(saved_name, source)
             _check_same(source, saved, index.facts, self.part_policy, column)
             check_rows(source, saved, first, last)
             return source, saved
 
-        source, saved = run_on_all_ranks(session, check)
-        rows = view_as_numpy(view_owned_rows(self))
-        run_on_all_ranks(session, lambda: read_rows(source, saved, first, last, rows))
+        # All ranks check the files before the first rank changes a row.
+        source, saved = run_on_all_ranks(session, check_saved)
+        owned_rows = view_as_numpy(view_owned_rows(self))
+        run_on_all_ranks(session, lambda: read_rows(source, saved, first, last, owned_rows))
         barrier(session, f"loading {self._key}")
 
     def __enter__(self) -> DistTensor:
@@ -494,13 +523,10 @@ class DistTensor(Shared):
             self.kvstore.remove(self._key)
 
     def local_rows(self) -> Tensor:
-        """Return the (n, *row_shape) rows of the local server.
-
-        The rows of a tensor in memory are a view that the ranks of the server share. The rows of a dataset
-        are a copy.
-        """
+        """Return the local server's (n, *row) rows: a view of shared memory, or a copy of dataset rows."""
         column = self._column
-        if column.writable:  # Only columns in memory are writable.
+        # Only a column in memory is writable, and such a column has one shard.
+        if column.writable:
             return view_as_tensor(column.shards[0].rows, column.info)
         first, last = self.local_range
         return self[first:last]
@@ -511,9 +537,8 @@ class DistTensor(Shared):
     def delete(self) -> None:
         """Free the tensor. Every rank must call this, and no rank may use the tensor afterwards.
 
-        Raises:
-            ConfigError: the tensor belongs to the dataset. Nothing has changed then.
-            RemoteError: on all ranks, once, if a push with ``wait=False`` failed. The tensor still exists.
+        The tensor still exists after an error. Raises ConfigError if the tensor belongs to the dataset, and
+        RemoteError on all ranks, once, if a push with ``wait=False`` failed.
         """
         if not self._column.writable:
             raise ConfigError(
@@ -525,29 +550,30 @@ class DistTensor(Shared):
         self.kvstore.remove(self._key)
 
     def _check_attach(self, info: ColumnInfo, attach: bool, init: InitRows | None) -> None:
-        def describe(info: ColumnInfo, bounds: Array) -> str:
-            shape = (int(bounds[-1]), *info.row_shape)
-            return f"{info.dtype} of shape {shape}, server bounds {bounds.tolist()}"
-
+        """Raise ConfigError if the arguments of the constructor do not fit the existing tensor."""
         column = self._column
         if not attach:
             raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
-        present = describe(column.info, column.bounds)
-        requested = describe(info, self.part_policy.bounds)
+
+        present = _describe_rows(column.info, column.bounds)
+        requested = _describe_rows(info, self.part_policy.bounds)
         if present != requested:
             raise ConfigError(f"the tensor {self._name!r} is {present}, not {requested}. Use another name.")
         if init is not None and not column.writable:
             raise ConfigError(f"{self._name!r} is data of the dataset. init_func cannot fill it.")
 
     def _convert(self, values: Tensor) -> Tensor:
+        """Return ``values`` in the dtype of this tensor. Raise ConfigError if an integer would change."""
+        # A number without dimensions may have any dtype, as in torch.
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):
             raise ConfigError(f"{self._name!r} holds {self.dtype}. Convert the {values.dtype} values first.")
+
         rows = values.to(self.dtype)
-        if rows.dtype == values.dtype or self.dtype.is_floating_point:
-            return rows
-        changed = values[rows != values]
-        if len(changed):
-            raise ConfigError(f"{self._name!r} holds {self.dtype}, which cannot hold {changed[0].item()}")
+        if rows.dtype != values.dtype and not self.dtype.is_floating_point:
+            changed_values = values[rows != values]
+            if len(changed_values):
+                value = changed_values[0].item()
+                raise ConfigError(f"{self._name!r} holds {self.dtype}, which cannot hold {value}")
         return rows
 
     @property
@@ -558,6 +584,11 @@ class DistTensor(Shared):
     @property
     def _column(self) -> Column:
         return self.part_policy.store.column(self._key)
+
+
+def _describe_rows(info: ColumnInfo, bounds: Array) -> str:
+    shape = (int(bounds[-1]), *info.row_shape)
+    return f"{info.dtype} of shape {shape}, server bounds {bounds.tolist()}"
 
 
 def view_owned_rows(tensor: DistTensor) -> Tensor:
@@ -574,12 +605,13 @@ class DataView(MutableMapping[str, DistTensor]):
     def __init__(self, policy: PartitionPolicy) -> None:
         self._policy = policy
         self._prefix = policy.key("")
-        self._own: dict[str, DistTensor] = {}
+        self._tensors_of_rank: dict[str, DistTensor] = {}
+        """Tensors that the program named on this rank alone."""
 
     def __getitem__(self, name: str) -> DistTensor:
         """Return the tensor called ``name``. If there is none, a KeyError lists the existing tensors."""
-        if isinstance(name, str) and name in self._own:
-            return self._own[name]
+        if isinstance(name, str) and name in self._tensors_of_rank:
+            return self._tensors_of_rank[name]
         key = f"{self._prefix}{name}"
         if not self._policy.store.has(key):
             known = ", ".join(map(repr, self)) or "none"
@@ -590,35 +622,38 @@ class DataView(MutableMapping[str, DistTensor]):
         """Give an existing tensor a name on this rank. Call it on every rank that will look it up."""
         if not isinstance(value, DistTensor):
             raise ConfigError(
-                f"{name!r} would be a {type(value).__name__} of this rank only. Make a DistTensor with "
-                "part_policy= and write the rows: t[ids] = rows."
+                f"{name!r} would be a {type(value).__name__} of this rank only. Make a "
+                "DistTensor with part_policy= and write the rows: t[ids] = rows."
             )
-        if len(value) != self._policy.get_size():
+        num_rows = self._policy.get_size()
+        if len(value) != num_rows:
             raise ConfigError(
-                f"{self._policy.policy_str} has {self._policy.get_size()} rows, but the tensor for {name!r} "
-                f"has {len(value)}"
+                f"{self._policy.policy_str} has {num_rows} rows, but the tensor for {name!r} has {len(value)}"
             )
-        self._own[name] = value
+        self._tensors_of_rank[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Forget ``name`` if it was set on this rank. Otherwise free the tensor, which is collective."""
-        if name in self._own:
-            del self._own[name]
+        """Delete the name if it was set on this rank. Otherwise free the tensor, which is collective."""
+        if name in self._tensors_of_rank:
+            del self._tensors_of_rank[name]
         else:
             self[name].delete()
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Return all rows of ``name`` as DGL does, and delete it. Return ``default`` if there is none.
+        """Return all rows of the tensor called ``name`` as DGL does, and delete the tensor.
 
-        A tensor that was set under ``name`` on this rank is returned itself, because it lives on. Raises
-        ConfigError if the tensor belongs to the dataset.
+        Return ``default`` if there is no such tensor. If the name was set on this rank, only the name is
+        deleted, and the result is the tensor itself. Raises ConfigError if the tensor belongs to the dataset.
         """
         if name not in self and default:
             return default[0]
         tensor = self[name]
-        rows = tensor if name in self._own or not tensor._column.writable else tensor.to_local()
+        result: Any = tensor
+        # The deletion below refuses tensors of the dataset, so their rows are not read first.
+        if name not in self._tensors_of_rank and tensor._column.writable:
+            result = tensor.to_local()
         del self[name]
-        return rows
+        return result
 
     def popitem(self) -> tuple[str, Any]:
         name = next(iter(self))
@@ -627,8 +662,9 @@ class DataView(MutableMapping[str, DistTensor]):
     def __iter__(self) -> Iterator[str]:
         names = self._policy.store.names()
         prefix = self._prefix
-        stored = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        return iter(dict.fromkeys([*stored, *self._own]))
+        stored_names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        # A name may be both in the store and set on this rank. The dict keeps it once, in order.
+        return iter(dict.fromkeys([*stored_names, *self._tensors_of_rank]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -653,7 +689,7 @@ class TypedViews(Generic[K, V]):
         return TypeView(self._get_view(key))
 
     def map(self, wrap: Callable[[V], U], unknown: type[ConfigError]) -> TypedViews[K, U]:
-        """Return the same views. They raise ``unknown`` for a type that does not exist."""
+        """Return views that apply ``wrap`` to the data, and raise ``unknown`` for a type that is missing."""
 
         def get_view(key: K) -> U:
             try:

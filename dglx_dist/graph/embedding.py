@@ -44,12 +44,14 @@ def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 
         _fill_with_draws(rows.numpy(), first, stream)
         rows.mul_(scale)
         return
-    step = max(1, _CHUNK_BYTES // max(4 * rows.shape[1], 1))
-    for start in range(0, len(rows), step):
-        piece = rows[start : start + step]
-        float_rows = np.empty(piece.shape, dtype=np.float32)
+
+    # NumPy has no bfloat16, so other dtypes are converted chunk by chunk.
+    chunk_rows = max(1, _CHUNK_BYTES // max(4 * rows.shape[1], 1))
+    for start in range(0, len(rows), chunk_rows):
+        chunk = rows[start : start + chunk_rows]
+        float_rows = np.empty(chunk.shape, dtype=np.float32)
         _fill_with_draws(float_rows, first + start, stream)
-        piece.copy_(torch.from_numpy(float_rows).mul_(scale))
+        chunk.copy_(torch.from_numpy(float_rows).mul_(scale))
 
 
 @njit(cache=True, nogil=True)
@@ -78,22 +80,21 @@ _COMPUTE_DTYPE = {
 class DistEmbedding(Shared):
     """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
 
-    Calling it pulls the rows of a mini-batch. ``backward`` stores their gradients here, and ``step()`` of an
-    optimizer of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows. Without ``step()``,
-    at most one gradient row for each distinct id is kept. Calls under ``torch.no_grad()`` keep nothing.
+    A call of the embedding pulls the rows of a mini-batch. ``backward`` stores their gradients here, and
+    ``step()`` of an optimizer of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows.
+    Without ``step()``, at most one gradient row for each id is kept. ``torch.no_grad()`` keeps none.
 
-    Creating one is collective. With a name that exists it attaches to that tensor. Any rank may call it
-    alone. In synchronous mode no barrier is needed between ``step()`` and a call of another rank, because
-    ``step()`` returns when all ranks have applied it.
+    Creating an embedding is collective. If the name exists, the embedding uses that tensor. Any rank may call
+    an embedding alone. In synchronous mode no barrier is needed between ``step()`` and a call of another
+    rank, because ``step()`` returns when all ranks have applied it.
 
     Args:
         num_embeddings: Number of rows: the number of nodes or edges of a type.
         embedding_dim: Number of columns d.
-        name: Name, the same on all ranks, which ``g.nodes[...].data`` shows. With None, nothing can attach to
-            it later.
+        name: Name in ``g.nodes[...].data``, the same on all ranks. With None, nothing can attach later.
         init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
-            each server calls it. The default is uniform in [-scale, scale), keyed by the session's seed, the
-            name and the id of the row. It is the same for any number of ranks and servers.
+            each server calls it. The default is uniform in [-scale, scale). The draws depend on the session's
+            seed, the name and the row's id, and not on the number of ranks.
         part_policy: ``g.get_node_partition_policy(ntype)`` or another policy. It is needed if several types
             have ``num_embeddings`` nodes or edges.
         dtype: float32, float64, bfloat16 or float16. The last two, and the states of their optimizers, are
@@ -119,7 +120,7 @@ class DistEmbedding(Shared):
     ) -> None:
         store = part_policy.store if part_policy is not None else (graph or get_opened_graph()).kvstore
 
-        def check() -> PartitionPolicy:
+        def check_arguments() -> PartitionPolicy:
             if dtype not in _COMPUTE_DTYPE:
                 dtypes = ", ".join(map(str, _COMPUTE_DTYPE))
                 raise ConfigError(f"a DistEmbedding cannot train {dtype} rows. Use one of {dtypes}.")
@@ -127,18 +128,23 @@ class DistEmbedding(Shared):
                 raise ConfigError(f"embedding_dim is {embedding_dim!r}. Use an integer of at least 1.")
             return part_policy or (graph or get_opened_graph()).find_policy_of_length(num_embeddings)
 
+        # A rank can attach to an existing tensor alone. Creating a tensor is collective.
         if any(key.endswith(f"~{name}") for key in store.names()):
-            policy = check()  # Attaching is not collective.
+            policy = check_arguments()
         else:
-            policy = run_on_all_ranks(store.session, check, ConfigError)
-        open_graph = graph or get_opened_graph()
-        same_store = open_graph.kvstore is policy.store
-        self.dataset = open_graph.dataset.manifest.checksum if same_store else ""
+            policy = run_on_all_ranks(store.session, check_arguments, ConfigError)
+        self.dataset = ""
         """Checksum of the dataset that numbers the rows. "" if its graph is closed."""
+        open_graph = graph or get_opened_graph()
+        if open_graph.kvstore is policy.store:
+            self.dataset = open_graph.dataset.manifest.checksum
+
         attaches = name is not None and store.has(policy.key(name))
         shape = (num_embeddings, embedding_dim)
         if not attaches:
-            row_bytes = embedding_dim * dtype.itemsize * (1 if init_func is None else 2)
+            # The result of init_func is a second copy of the rows.
+            num_copies = 1 if init_func is None else 2
+            row_bytes = embedding_dim * dtype.itemsize * num_copies
             remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
             description = f"the embedding {name!r} of shape {shape} in {dtype}"
             check_memory(store.session, policy.bounds, row_bytes, description, remedy)
@@ -146,9 +152,11 @@ class DistEmbedding(Shared):
         """(num_embeddings, embedding_dim) rows."""
         if not attaches and init_func is None:
             # Each rank fills the rows that it owns, without a second copy.
-            first, seed = policy.owned_range[0], store.session.seed
-            fill_uniform(view_owned_rows(self.weight), first, seed, self.weight.name, scale)
+            first, _ = policy.owned_range
+            owned_rows = view_owned_rows(self.weight)
+            fill_uniform(owned_rows, first, store.session.seed, self.weight.name, scale)
             barrier(store.session, f"first values of {self.weight.name!r}")
+
         self._gradients: list[RowGradient] = []
         self._num_kept_rows = 0
         self.optm_state: tuple[DistTensor, ...] = ()
@@ -198,18 +206,20 @@ class DistEmbedding(Shared):
         Returns:
             (K, d) rows of :attr:`compute_dtype`.
         """
-        index = as_ids(ids, self.num_embeddings, repr(self.name))
-        target = torch.device(device or (ids.device if isinstance(ids, Tensor) else "cpu"))
+        row_ids = as_ids(ids, self.num_embeddings, repr(self.name))
+        if device is None:
+            device = ids.device if isinstance(ids, Tensor) else "cpu"
+        target = torch.device(device)
         if not torch.is_grad_enabled():
-            return self._pull(index, target)
-        places = None
-        distinct, place_of_id = number_distinct(index)
-        if len(distinct) < len(index):
-            places = to_device(torch.from_numpy(place_of_id), target)
-        leaf = self._pull(distinct, target, distinct=True).requires_grad_()
-        record = self._make_hook(distinct, self.kvstore.session.step_share)
+            return self._pull(row_ids, target)
+
+        distinct_ids, row_indices = number_distinct(row_ids)
+        leaf = self._pull(distinct_ids, target, distinct=True).requires_grad_()
+        record = self._make_hook(distinct_ids, self.kvstore.session.step_share)
         leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # torch does not annotate this
-        return leaf if places is None else F.embedding(places, leaf)
+        if len(distinct_ids) == len(row_ids):
+            return leaf
+        return F.embedding(to_device(torch.from_numpy(row_indices), target), leaf)
 
     def reset_trace(self) -> None:
         """Drop all gradients. This is DGL's name; see also ``zero_grad()`` of the optimizers."""
@@ -228,10 +238,11 @@ class DistEmbedding(Shared):
         return to_device(rows, device).to(self.compute_dtype)
 
     def _make_hook(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
-        """Return the hook that moves the gradient out of the leaf. It keeps no leaf or graph alive."""
+        """Return the hook that moves the gradient out of the leaf. The hook keeps no leaf or graph alive."""
 
         def record(leaf: Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
+            gradient = leaf.grad
+            leaf.grad = None
             assert gradient is not None
             rows, wait = start_copy_to_host(gradient.detach())
             self._keep(RowGradient(ids=ids, rows=rows.numpy(), share=share, wait=wait))
@@ -241,7 +252,7 @@ class DistEmbedding(Shared):
     def _keep(self, gradient: RowGradient) -> None:
         self._gradients.append(gradient)
         self._num_kept_rows += len(gradient.ids)
-        # A program that never steps would fill the memory. Beyond this size most ids are repeated.
+        # A program without optimizer steps would fill the memory. Beyond this size most ids are repeated.
         if len(self._gradients) > 1 and self._num_kept_rows > 2 * self.num_embeddings:
             _wait_for(self._gradients)
             self._gradients = _sum_by_share(self._gradients)
@@ -255,6 +266,7 @@ def _wait_for(gradients: list[RowGradient]) -> None:
 
 
 def _sum_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
+    """Return one gradient for each share of a step, because each share gets another weight."""
     sums = []
     for share in dict.fromkeys(gradient.share for gradient in gradients):
         total = sum_weighted([(gradient, 1.0) for gradient in gradients if gradient.share == share])

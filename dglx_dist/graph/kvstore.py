@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -54,16 +54,29 @@ MAX_BYTES = 64 << 20
 """Maximum size in bytes of unanswered pushes. At the limit, the next push waits for the oldest."""
 
 
+class _Message(NamedTuple):
+    """Part of a push that goes to one rank. ``arrays`` are the ids and their rows."""
+
+    rank: int
+    arrays: list[Array]
+
+
+class _UnansweredPush(NamedTuple):
+    """Message of a push with ``wait=False``."""
+
+    rank: int
+    call: Pending
+    num_bytes: int
+
+
 def _cut_into_ranges(
     ids: Array, start: int, stop: int, step: int, *, has_repeats: bool
 ) -> Iterator[tuple[int, int]]:
-    """Cut ``ids[start:stop]``, which are ascending, and yield (start, end) of ranges of about ``step`` ids.
-
-    If ids are repeated, all places of an id are in one range, which may be longer then.
-    """
+    """Yield (start, end) of ranges of about ``step`` ids of the ascending ``ids[start:stop]``."""
     while start < stop:
         end = min(start + step, stop)
         if has_repeats:
+            # Include all repetitions of the last id.
             end = start + int(np.searchsorted(ids[start:stop], ids[end - 1], side="right"))
         yield start, end
         start = end
@@ -92,8 +105,7 @@ class KVStore:
         self._owners: dict[str, RowOwners] = {}
         self._counts_lock = threading.Lock()
         self._counter = count()
-        self._unanswered: deque[tuple[int, Pending, int]] = deque()
-        """(rank, call, size of the message in bytes) for each push with ``wait=False``, oldest first."""
+        self._unanswered: deque[_UnansweredPush] = deque()
         self._unanswered_bytes = 0
         self._push_errors: list[DglxError] = []
         self._push_lock = threading.Lock()
@@ -121,22 +133,20 @@ class KVStore:
     ) -> None:
         """Add a read-only tensor. Part p owns the rows ``offsets[p]:offsets[p + 1]``.
 
-        Args:
-            shards: (n, *row) rows of every part of the local server.
-            on_disk: Whether the rows are in files that do not fit in memory.
-
-        Raises:
-            ConfigError: the name is taken, or rows do not match ``offsets`` or ``info``.
+        ``shards`` has the (n, *row) rows of every part of the local server. ``on_disk`` tells whether they
+        are in files that do not fit in memory. Raises ConfigError if the name is taken, or the rows do not
+        match ``offsets`` or ``info``.
         """
         local_shards = []
-        for part in sorted(shards):
+        for part, rows in sorted(shards.items()):
             num_rows = int(offsets[part + 1] - offsets[part])
-            if len(shards[part]) != num_rows:
-                raise ConfigError(f"part {part} has {len(shards[part])} rows for {num_rows} ids")
-            local_shards.append(Shard(first=int(offsets[part]), rows=shards[part], on_disk=on_disk))
+            if len(rows) != num_rows:
+                raise ConfigError(f"part {part} has {len(rows)} rows for {num_rows} ids")
+            local_shards.append(Shard(first=int(offsets[part]), rows=rows, on_disk=on_disk))
+
         bounds = self.placement.server_offsets(offsets)
-        column = Column(name=name, info=info, bounds=bounds, shards=tuple(local_shards), writable=False)
-        self.add_column(column)
+        shard_tuple = tuple(local_shards)
+        self.add_column(Column(name=name, info=info, bounds=bounds, shards=shard_tuple, writable=False))
 
     def add_column(self, column: Column) -> None:
         if column.name in self._columns:
@@ -146,7 +156,9 @@ class KVStore:
 
     def remove(self, name: str) -> None:
         """Forget a tensor. Call a barrier first, so that no rank uses its rows any more."""
-        del self._columns[self.column(name).name], self._owners[name]
+        column = self.column(name)
+        del self._columns[column.name]
+        del self._owners[column.name]
 
     def has(self, name: str) -> bool:
         return name in self._columns
@@ -169,7 +181,8 @@ class KVStore:
         """Return the column called ``name``. If there is none, a ConfigError lists the existing columns."""
         column = self._columns.get(name)
         if column is None:
-            raise ConfigError(f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns))})")
+            known = ", ".join(map(repr, self._columns))
+            raise ConfigError(f"there is no tensor {name!r} (known: {known})")
         return column
 
     def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
@@ -212,30 +225,36 @@ class KVStore:
         """
         column = self.column(name)
         assert distinct or ahead is None, "the inputs of a batch are distinct"
-        if ahead is None:  # Otherwise the ids were checked when they were announced.
+        # Ids of look-ahead rows were checked when they were announced.
+        if ahead is None:
             column.check(ids)
         if isinstance(out, Tensor):
             _check_out(out, len(ids), column)
+
         cache = column.cache if ahead is None else ahead
         cached_slots = NO_SLOTS if cache is None else cache.table
         plan = plan_remote(ids, column.bounds, self._server, cached_slots, distinct=distinct)
         send = partial(self._submit_requests, column, phase, layer)
-        copy_replies = partial(_spread_replies, send(plan), plan) if ahead is None else ahead.pull(plan, send)
-        with self._counts_lock:
-            column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
-            column.counts[1] += len(plan.hit_places)
-            column.counts[2] += len(plan.positions)
+        copy_replies: Callable[[Array], None]
+        if ahead is None:
+            replies = send(plan)
+            copy_replies = partial(_spread_replies, replies, plan)
+        else:
+            copy_replies = ahead.pull(plan, send)
+        self._count_rows(column, len(ids), plan)
 
         def wait() -> Tensor:
-            if isinstance(out, Tensor):
-                result = out
+            if out is None:
+                result = allocate_rows(len(ids), column.info)
             else:
-                result = out() if out else allocate_rows(len(ids), column.info)
+                result = out if isinstance(out, Tensor) else out()
             _check_out(result, len(ids), column)
+
+            # Local rows and cached rows are copied while remote rows are in transit.
             rows = view_as_numpy(result)
             column.read(ids, rows)
             if cache is not None:
-                move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
+                move_rows(cache.rows, plan.hit_slots, rows, plan.hit_positions)
             copy_replies(rows)
             return result
 
@@ -244,17 +263,27 @@ class KVStore:
     def _submit_requests(
         self, column: Column, phase: str, layer: int, plan: RemotePlan
     ) -> list[tuple[Pending, int, int]]:
+        """Request the remote ids of ``plan``. Return (call, first slot, end slot) of each message."""
         submit = partial(self.session.rpc.submit, phase=phase, layer=layer)
-        return [
-            (submit(rank, self._pull_op, column.name, [plan.ids[first:last]]), first, last)
-            for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
-        ]
+        replies = []
+        for rank, first, end in plan.requests(self.placement.serving_ranks, column.rows_per_message):
+            call = submit(rank, self._pull_op, column.name, [plan.ids[first:end]])
+            replies.append((call, first, end))
+        return replies
+
+    def _count_rows(self, column: Column, num_ids: int, plan: RemotePlan) -> None:
+        num_hits = len(plan.hit_positions)
+        num_misses = len(plan.positions)
+        with self._counts_lock:
+            column.counts[0] += num_ids - num_hits - num_misses
+            column.counts[1] += num_hits
+            column.counts[2] += num_misses
 
     def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
-        """Read rows of ``name`` from ``cache`` before requesting them. None removes it. Not collective.
+        """Use ``cache`` for rows of the tensor ``name`` that other servers own. Not collective.
 
-        Loaders read from ``ahead`` instead of a cache. Results stay the same. Raises ConfigError if
-        there is no such tensor, or it can be written to.
+        None removes a cache. A loader that has reserved the rows of ``ahead`` uses them instead of
+        ``cache``. Results stay the same. Raises ConfigError if there is no such tensor, or it is writable.
         """
         column = self.column(name)
         check_cacheable(column)
@@ -263,8 +292,11 @@ class KVStore:
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return how many rows this rank requested of one tensor, or of all tensors with a cache."""
         columns = self._list_cached() if name is None else [self.column(name)]
+        total = np.zeros(3, np.int64)
         with self._counts_lock:
-            local, hits, misses = np.sum([[0] * 3, *(column.counts for column in columns)], axis=0).tolist()
+            for column in columns:
+                total += column.counts
+        local, hits, misses = total.tolist()
         return CacheCounts(local=local, hits=hits, misses=misses)
 
     @contextmanager
@@ -288,7 +320,8 @@ class KVStore:
         return any(column.ahead is not None for column in self._columns.values())
 
     def _list_cached(self) -> list[Column]:
-        return [column for column in self._columns.values() if column.cache or column.ahead]
+        columns = self._columns.values()
+        return [column for column in columns if column.cache is not None or column.ahead is not None]
 
     def push(
         self, name: str, ids: Array, rows: Array, *, accumulate: bool = False, wait: bool = True
@@ -309,8 +342,8 @@ class KVStore:
         Args:
             ids: (K,) int64 ids in any order.
             rows: (K, *row) of the column's dtype in NumPy.
-            wait: Whether to return when every later pull of any rank sees the rows. Otherwise this returns at
-                once, and ``rows`` may be reused. :meth:`fence` then waits and raises errors.
+            wait: Whether to wait until every later pull of any rank sees the rows. Otherwise the push returns
+                at once, and ``rows`` may be reused. :meth:`fence` then waits and raises errors.
 
         Raises:
             ConfigError: there is no such tensor, it is read-only, or the rows do not fit or have no sum.
@@ -323,72 +356,79 @@ class KVStore:
         rows = np.ascontiguousarray(rows)
         if column.on_push is None and not accumulate:
             op = "push"
-            pieces = self._split_by_server(column, ids, rows)
+            messages = self._split_by_server(column, ids, rows)
             column.write(ids, rows)
         else:
             op = "add" if column.on_push is None else "handle"
-            pieces = self._split_by_owner(column, ids, rows, accumulate)
+            messages = self._split_by_owner(column, ids, rows, accumulate)
 
-        def submit(rank: int, arrays: list[Array]) -> Pending:
-            return self.session.rpc.submit(rank, f"{self.label}.{op}", name, arrays, phase="push")
+        def submit(message: _Message) -> Pending:
+            op_name = f"{self.label}.{op}"
+            return self.session.rpc.submit(message.rank, op_name, name, message.arrays, phase="push")
 
-        remote = [piece for piece in pieces if piece[0] != self._rank]
-        pending = [submit(*piece) for piece in remote] if wait else []
-        for piece in () if wait else remote:
-            self._submit_unanswered(submit, *piece)
-        for piece in pieces:
-            if piece[0] == self._rank:
-                submit(*piece).result()
-        for call in pending:
+        own_messages = [message for message in messages if message.rank == self._rank]
+        remote_messages = [message for message in messages if message.rank != self._rank]
+        calls = []
+        for message in remote_messages:
+            if wait:
+                calls.append(submit(message))
+            else:
+                self._submit_unanswered(submit, message)
+
+        # This rank updates its own rows while the other ranks work.
+        for message in own_messages:
+            submit(message).result()
+        for call in calls:
             call.result()
 
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
 
-        Not collective. Raises the first error of these pushes once. Closing a graph or session does the same.
-
-        Raises:
-            PeerError: ``timeout_s`` passed (the message names the silent ranks), or an owner is dead. The
-                default is the time limit of the session.
-            RemoteError: an owner cannot write.
+        Not collective. Closing a graph or a session does the same. If some of the pushes failed, the first
+        error is raised once: PeerError if an owner is dead, or RemoteError if it cannot write. Also raises
+        PeerError with the silent ranks after ``timeout_s``, by default the time limit of the session.
         """
-        limit_s = self.session.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        if timeout_s is None:
+            timeout_s = self.session.timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._push_lock:
             while self._unanswered:
                 self._finish_oldest(deadline - time.monotonic())
             errors = self._push_errors
             self._push_errors = []
+
+        if len(errors) > 1:
+            errors[0].add_note(f"{len(errors) - 1} more pushes with wait=False failed too")
         if errors:
-            if len(errors) > 1:
-                errors[0].add_note(f"{len(errors) - 1} more pushes with wait=False failed too")
             raise errors[0]
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the local server, for all its ranks. Raise IndexError for rows of others."""
+        """Overwrite rows of the local server. Raise IndexError if another server owns a row."""
         column = self._check_rows(name, ids, rows)
-        self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
+        self._check_range(column, ids, *column.bounds[self._server : self._server + 2])
         column.write(ids, np.ascontiguousarray(rows))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
         """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. All ranks call this.
 
-        ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, on a thread of its
-        own, never twice at a time for one tensor. ``rows`` (n, *row) is the memory of the local server's
-        rows. ``local_ids`` (k,) int64 are indices into it. ``values`` (k, *row) are the pushed rows. The
-        handler must not push or pull. The rows of a repeated id arrive together, in the order of the push (8
-        bytes and a row each). With ``accumulate=True`` they arrive once, as their sum. No code is sent, so
-        each rank registers its own handler. None restores overwriting and adding. Raises ConfigError on all
-        ranks, if there is no such writable tensor or if the ranks disagree.
+        ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows. Any thread may call
+        it, but never two at a time for one tensor. ``rows`` (n, *row) is the memory of the local server's
+        rows. ``local_ids`` (k,) int64 are indices of ``rows``. ``values`` (k, *row) are the pushed rows. The
+        handler must not push or pull.
+
+        The rows of a repeated id arrive together, in the order of the push (8 bytes and a row each). With
+        ``accumulate=True`` their sum arrives instead. No code is sent, so each rank registers its own
+        handler. None restores overwriting and adding. Raises ConfigError on all ranks, if there is no such
+        writable tensor or if the ranks disagree.
         """
         self._change_on_all_ranks(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
         """Let ``handler`` compute the rows that are pulled from a tensor. Every rank must call this.
 
-        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the serving
-        rank, or for rows of the local server on the pulling rank, from any thread. Otherwise this works like
-        :meth:`register_push_handler`.
+        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. For rows of the local
+        server, the pulling rank calls the handler. For other rows, the serving rank calls it. Any thread may
+        do so. The arguments and errors are those of :meth:`register_push_handler`.
         """
         self._change_on_all_ranks(name, handler, "pull", lambda column: replace(column, on_read=handler))
 
@@ -401,22 +441,20 @@ class KVStore:
         column = self.column(name)
         if column.info.row_shape:
             raise ConfigError(f"{name!r} has rows of shape {column.info.row_shape}, but a mask has numbers")
-        bits = self._query_servers("nonzero", name)
-        ids = [
-            np.flatnonzero(np.unpackbits(packed, count=last - first)) + first
-            for packed, (first, last) in zip(bits, pairwise(column.bounds.tolist()), strict=True)
-        ]
+        masks = self._query_servers("nonzero", name)
+        ids = []
+        for bits, (first, last) in zip(masks, pairwise(column.bounds.tolist()), strict=True):
+            mask = np.unpackbits(bits, count=last - first)
+            ids.append(first + np.flatnonzero(mask))
         return np.concatenate(ids)
 
     def count_nonzero(self, name: str) -> int:
-        """Return the number of nonzero values of a tensor.
-
-        Each other server sends 8 bytes. Not collective.
-        """
+        """Return the number of nonzero values. Each other server sends 8 bytes. Not collective."""
         self.column(name)
-        return sum(int(count[0]) for count in self._query_servers("count_nonzero", name))
+        return sum(int(answer[0]) for answer in self._query_servers("count_nonzero", name))
 
     def _check_rows(self, name: str, ids: Array, rows: Array) -> Column:
+        """Return the column ``name``. Raise as :meth:`push` if ``rows`` cannot be pushed to ``ids``."""
         column = self.column(name)
         column.check_writable()
         column.check(ids)
@@ -427,36 +465,32 @@ class KVStore:
         return column
 
     def _check_range(self, column: Column, ids: Array, first: int, last: int) -> None:
-        bad = find_first_outside(ids - first, last - first)
-        if bad >= 0:
+        """Raise IndexError if one of ``ids`` is outside [``first``, ``last``)."""
+        position = find_first_outside(ids - first, last - first)
+        if position >= 0:
             raise IndexError(
-                f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} of "
-                f"{column.name!r}, but received id {ids[bad]}"
+                f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} "
+                f"of {column.name!r}, but received id {ids[position]}"
             )
 
-    def _split_by_server(self, column: Column, ids: Array, rows: Array) -> list[tuple[int, list[Array]]]:
-        """Return the messages to other servers as (rank, [ids, rows]). Of repeated ids the last row wins."""
+    def _split_by_server(self, column: Column, ids: Array, rows: Array) -> list[_Message]:
+        """Return the messages to other servers. If an id is repeated, its last row is sent."""
         plan = plan_remote(ids, column.bounds, self._server)
         # The last position of a slot is just before the start of the next slot.
-        last_places = plan.positions[plan.starts[1:] - 1]
-        return [
-            (rank, [plan.ids[first:last], take_rows(rows, last_places[first:last])])
-            for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
-        ]
+        last_positions = plan.positions[plan.starts[1:] - 1]
+        messages = []
+        for rank, first, end in plan.requests(self.placement.serving_ranks, column.rows_per_message):
+            arrays = [plan.ids[first:end], take_rows(rows, last_positions[first:end])]
+            messages.append(_Message(rank, arrays))
+        return messages
 
-    def _split_by_owner(
-        self, column: Column, ids: Array, rows: Array, accumulate: bool
-    ) -> list[tuple[int, list[Array]]]:
-        """Split a push by the ranks that own the rows. Return (rank, [ids, rows]) of each message.
-
-        With ``accumulate``, rows of repeated ids are summed first. Otherwise their order is kept, so that the
-        last row of an id counts.
-        """
+    def _split_by_owner(self, column: Column, ids: Array, rows: Array, accumulate: bool) -> list[_Message]:
+        """Split a push into messages to the ranks that own the rows. See :meth:`push` for ``accumulate``."""
         starts = self._owners[column.name].starts
         if accumulate:
             check_summable(column.name, column.info)
-            # This plan groups ids by rank, not by server. An extra rank without rows acts as the local rank,
-            # so that all ids count as remote.
+            # Group ids by rank, not by server. An extra rank without rows acts as the local rank, so that all
+            # ids count as remote.
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
             values = sum_repeated(rows, plan, column.info)
             sorted_ids = plan.ids
@@ -468,75 +502,80 @@ class KVStore:
             values = take_rows(rows, order)
             sorted_ids = ids[order]
             cuts = np.searchsorted(sorted_ids, starts)
-        step = column.rows_per_message
-        return [
-            (rank, [sorted_ids[start:end], values[start:end]])
-            for rank, bounds in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for start, end in _cut_into_ranges(sorted_ids, *bounds, step, has_repeats=not accumulate)
-        ]
 
-    def _submit_unanswered(
-        self, submit: Callable[[int, list[Array]], Pending], rank: int, arrays: list[Array]
-    ) -> None:
-        """Send a push without waiting for its answer. At :data:`MAX_BYTES`, wait for the oldest one first."""
+        max_rows = column.rows_per_message
+        messages = []
+        for rank, (first, last) in enumerate(pairwise(cuts[: len(starts)].tolist())):
+            ranges = _cut_into_ranges(sorted_ids, first, last, max_rows, has_repeats=not accumulate)
+            messages += [_Message(rank, [sorted_ids[start:end], values[start:end]]) for start, end in ranges]
+        return messages
+
+    def _submit_unanswered(self, submit: Callable[[_Message], Pending], message: _Message) -> None:
+        """Send a message of a push with ``wait=False``. Wait first if :data:`MAX_BYTES` are unanswered."""
+        num_bytes = payload_bytes(message.arrays)
         with self._push_lock:
-            while self._unanswered and (
-                self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].is_ready()
-            ):
+            while self._unanswered:
+                if self._unanswered_bytes < MAX_BYTES and not self._unanswered[0].call.is_ready():
+                    break
                 self._finish_oldest(self.session.timeout_s)
-            self._unanswered.append((rank, submit(rank, arrays), payload_bytes(arrays)))
-            self._unanswered_bytes += payload_bytes(arrays)
+            self._unanswered.append(_UnansweredPush(message.rank, submit(message), num_bytes))
+            self._unanswered_bytes += num_bytes
 
     def _finish_oldest(self, time_left_s: float) -> None:
-        """Wait for the oldest unanswered push, up to ``time_left_s``.
+        """Wait for the answer to the oldest unanswered push, up to ``time_left_s``.
 
-        An error of its owner is kept for the next fence. Raises PeerError if the owner is late but not dead.
+        The error of a failed push is kept for the next fence. Raises PeerError if the owner is only late.
         """
-        _, call, num_bytes = self._unanswered[0]
+        push = self._unanswered[0]
         try:
-            call.result(call.age_s + time_left_s)
+            push.call.result(push.call.age_s + time_left_s)
         except (PeerError, RemoteError) as error:
-            if isinstance(error, PeerError) and not call.is_ready():
-                # The owner is late but not dead. A later fence waits for it again.
-                silent = Counter(rank for rank, pending, _ in self._unanswered if not pending.is_ready())
-                counts = ", ".join(f"rank {rank} ({count})" for rank, count in sorted(silent.items()))
-                raise PeerError(f"{error}. Number of unanswered pushes: {counts}.") from error
+            if isinstance(error, PeerError) and not push.call.is_ready():
+                # The owner is late but not dead. The push stays in the queue for a later fence.
+                raise PeerError(f"{error}. Number of unanswered pushes: {self._list_silent()}.") from error
             self._push_errors.append(error)
         self._unanswered.popleft()
-        self._unanswered_bytes -= num_bytes
+        self._unanswered_bytes -= push.num_bytes
+
+    def _list_silent(self) -> str:
+        """Return text that lists the ranks with unanswered pushes, and how many each has."""
+        num_pushes = Counter(push.rank for push in self._unanswered if not push.call.is_ready())
+        return ", ".join(f"rank {rank} ({number})" for rank, number in sorted(num_pushes.items()))
 
     def _change_on_all_ranks(
         self, name: str, handler: object, operation: str, change: Callable[[Column], Column]
     ) -> None:
         """Change a column on all ranks or on none, and return when all have changed it."""
 
-        def check() -> None:
+        def check_column() -> None:
             self.column(name).check_writable()
             self.fence()
 
-        run_on_all_ranks(self.session, check, ConfigError)
-        description = f"{operation} of {name!r}" + ("" if handler is not None else ": none")
-        check_equal(self.session, "a handler", description, "every rank must register the same")
+        run_on_all_ranks(self.session, check_column, ConfigError)
+        change_name = f"{operation} of {name!r}"
+        if handler is None:
+            change_name += ": none"
+        check_equal(self.session, "a handler", change_name, "every rank must register the same")
         self._columns[name] = change(self.column(name))
         barrier(self.session, f"registering a handler of {name!r}")
 
     def _query_servers(self, op: str, name: str) -> Sequence[Array]:
-        """Return the answers in the order of servers. The local one is asked last, while the others work."""
+        """Call ``op`` for the tensor ``name`` on all servers. Return the answers in the order of servers."""
         ranks = self.placement.serving_ranks
-        pending = {
-            rank: self.session.rpc.submit(rank, f"{self.label}.{op}", name, [], phase="masks")
-            for rank in sorted(ranks, key=lambda rank: rank == self._rank)
-        }
-        return [pending[rank].result()[0] for rank in ranks]
+        calls = {}
+        # This rank answers its own call at once, so it comes last. The other servers work meanwhile.
+        for rank in sorted(ranks, key=lambda rank: rank == self._rank):
+            calls[rank] = self.session.rpc.submit(rank, f"{self.label}.{op}", name, [], phase="masks")
+        return [calls[rank].result()[0] for rank in ranks]
 
     def _serve_pull(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         (ids,) = arrays
         column = self.column(name)
         column.check(ids)
-        self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
-        out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
-        column.read(ids, out)
-        return [out]
+        self._check_range(column, ids, *column.bounds[self._server : self._server + 2])
+        rows = np.empty((len(ids), *column.info.row_shape), numpy_dtype(column.info.dtype))
+        column.read(ids, rows)
+        return [rows]
 
     def _serve_write(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         self.write_local(name, *arrays)
@@ -556,14 +595,14 @@ class KVStore:
         column = self._check_owned(name, ids, rows)
         if column.on_push is None:
             raise ConfigError(f"{name!r} has no push handler here. Register it on every rank before pushing.")
-        (shard,) = column.shards  # A writable tensor has one shard.
+
+        # A writable tensor has one shard.
+        (shard,) = column.shards
+        local_ids = torch.from_numpy(ids - shard.first)
+        # Copy the rows, because the arrays of a message are read-only and a handler may write.
+        values = view_as_tensor(rows.copy(), column.info)
         with column.lock:
-            column.on_push(
-                view_as_tensor(shard.rows, column.info),
-                torch.from_numpy(ids - shard.first),
-                # Copy the rows, because the arrays of a message are read-only and a handler may write.
-                view_as_tensor(rows.copy(), column.info),
-            )
+            column.on_push(view_as_tensor(shard.rows, column.info), local_ids, values)
         return []
 
     def _serve_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
@@ -575,22 +614,26 @@ class KVStore:
         return [np.array([sum(int(np.count_nonzero(mask)) for mask in masks)])]
 
     def _check_owned(self, name: str, ids: Array, rows: Array) -> Column:
+        """Return the column ``name``. Raise as :meth:`push`, or IndexError for rows of another owner."""
         column = self._check_rows(name, ids, rows)
         self._check_range(column, ids, *self._owners[name].get_range(self._rank))
         return column
 
 
 def _spread_replies(replies: Sequence[tuple[Pending, int, int]], plan: RemotePlan, rows: Array) -> None:
-    for reply, first, last in replies:
-        (answer,) = reply.result()
-        spread_rows(answer, rows, plan.starts, plan.positions, first, last)
+    """Wait for ``replies``, and copy their rows to all positions of their ids in ``rows``."""
+    for call, first, end in replies:
+        (answer,) = call.result()
+        spread_rows(answer, rows, plan.starts, plan.positions, first, end)
 
 
-def _check_out(out: Tensor, count: int, column: Column) -> None:
-    shape = (count, *column.info.row_shape)
+def _check_out(out: Tensor, num_rows: int, column: Column) -> None:
+    """Raise ConfigError if ``out`` is not a contiguous CPU tensor for ``num_rows`` rows of ``column``."""
+    shape = (num_rows, *column.info.row_shape)
     dtype = torch_dtype(column.info.dtype)
-    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
+    has_memory = out.device.type == "cpu" and out.is_contiguous()
+    if tuple(out.shape) != shape or out.dtype != dtype or not has_memory:
         raise ConfigError(
-            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "
-            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape "
+            f"{shape}, not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )

@@ -5,6 +5,7 @@ Their formulas are those of torch. In mode "sync" the rows equal, step by step, 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike, fsdecode
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast, final
@@ -14,7 +15,7 @@ import torch
 from dglx_dist.comm.collectives import barrier, check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.data.storage.row_files import RowFile, check_rows, read_index, read_rows, write_rows
-from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor, view_owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.row_kernels import make_column_info, view_as_numpy
@@ -70,7 +71,7 @@ class SparseOptimizer:
         self.session = _find_session(params)
         self._reduction = reduction
 
-        def check() -> tuple[tuple[DistEmbedding, ...], UpdateRule]:
+        def check_options() -> tuple[tuple[DistEmbedding, ...], UpdateRule]:
             if mode not in ("sync", "async"):
                 raise ConfigError(f"mode={mode!r} must be 'sync' or 'async'")
             if reduction not in ("mean", "sum"):
@@ -79,25 +80,26 @@ class SparseOptimizer:
                 raise ConfigError(f"staleness={staleness} must be at least 0")
             return _check_params(params), rule()
 
-        self.params, self._rule = run_on_all_ranks(self.session, check, ConfigError)
-        arguments = [type(self).__name__, self.lr, self.settings, [mode, staleness, reduction], self._facts()]
-        check_equal(self.session, "a sparse optimizer", arguments, "use the same arguments on all ranks")
+        self.params, self._rule = run_on_all_ranks(self.session, check_options, ConfigError)
+        class_name = type(self).__name__
+        options = [mode, staleness, reduction]
+        arguments = [class_name, self.lr, self.settings, options, self._facts()]
+        remedy = "use the same arguments on all ranks"
+        check_equal(self.session, "a sparse optimizer", arguments, remedy)
+
         store = self.params[0].kvstore
-        number = store.next_number()
+        optimizer_id = store.next_number()
+        remedy = "use SparseSGD, which has no state, or more servers on more machines"
         for param in self.params:
-            check_memory(
-                self.session,
-                param.part_policy.bounds,
-                len(self._rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim,
-                f"the state of {type(self).__name__} for {param.name!r}",
-                "use SparseSGD, which has no state, or more servers on more machines",
-            )
-        self.tables = [self._open_table(param, number) for param in self.params]
+            state_bytes = len(self._rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim
+            what = f"the state of {class_name} for {param.name!r}"
+            check_memory(self.session, param.part_policy.bounds, state_bytes, what, remedy)
+        self.tables = [self._open_table(param, optimizer_id) for param in self.params]
         """Rows of each embedding that this rank owns."""
-        op = f"{store.label}.sparse-{number}"
-        lag = staleness if mode == "async" else None
-        self._exchange = SparseExchange(self.session, op, self.tables, lag)
-        barrier(self.session, f"making {type(self).__name__}")
+        op = f"{store.label}.sparse-{optimizer_id}"
+        max_lag = staleness if mode == "async" else None
+        self._exchange = SparseExchange(self.session, op, self.tables, max_lag)
+        barrier(self.session, f"making {class_name}")
 
     @property
     def lr(self) -> float:
@@ -114,24 +116,26 @@ class SparseOptimizer:
     def step(self) -> None:
         """Apply the gradients since the last step, and drop them.
 
-        In mode "sync" every rank must call this, also without gradients. It returns when all owners have
-        applied the step. In mode "async" a rank may call it alone. Sends 8 bytes and one row of the compute
-        dtype for each distinct row of another rank. Raises ConfigError on all ranks, if the loss is a mean
-        and an embedding was called in a step with an unknown number of targets, and PeerError if a rank is
-        dead, or did not call this within the time limit. The message names the rank.
+        In mode "sync" every rank must call this, also without gradients. The call returns when all owners
+        have applied the step. In mode "async" a rank may call this alone. Sends 8 bytes and one row of the
+        compute dtype for each distinct row of another rank.
+
+        Raises ConfigError on all ranks, if the loss is a mean and an embedding was called in a step with an
+        unknown number of targets. Raises PeerError with the name of a rank that is dead, or did not call this
+        within the time limit.
         """
         gradients_by_param = [param.take_gradients() for param in self.params]
-        used = [bool(gradients) for gradients in gradients_by_param]
+        is_used = [bool(gradients) for gradients in gradients_by_param]
         world_size = self.session.topology.world_size
         sums: list[RowSum | None] = []
-        problem: DglxError | None = None
         try:
-            sums = [weighted_sum(gradients, self._reduction, world_size) for gradients in gradients_by_param]
+            for gradients in gradients_by_param:
+                sums.append(weighted_sum(gradients, self._reduction, world_size))
         except ConfigError as error:
-            problem = error
-        self._exchange.step(sums, used, str(problem or ""))
-        if problem is not None:
-            raise problem
+            # The other ranks wait for a message of this rank, so tell them before raising.
+            self._exchange.step([], is_used, str(error))
+            raise
+        self._exchange.step(sums, is_used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step. A later ``backward`` of an earlier call still counts."""
@@ -151,45 +155,46 @@ class SparseOptimizer:
         ``{"params": {"lr", ..., "world_size"}, "emb_states": {name: {"ids": (k,) int64, "steps": int,
         "states": {state name: (k, d)}}}}``
         """
-        states = {}
+        embedding_states = {}
         for table in self.tables:
             ids = torch.arange(table.first, table.last)
-            states[table.embedding.name] = {
-                "ids": ids,
-                "steps": table.steps,
-                "states": {state.name: state[ids] for state in table.states},
-            }
-        params = {"lr": self.lr, **self.settings, "world_size": self.session.topology.world_size}
-        return {"params": params, "emb_states": states}
+            states = {state.name: state[ids] for state in table.states}
+            embedding_states[table.embedding.name] = {"ids": ids, "steps": table.steps, "states": states}
+        world_size = self.session.topology.world_size
+        params = {"lr": self.lr, **self.settings, "world_size": world_size}
+        return {"params": params, "emb_states": embedding_states}
 
     def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
         """Load the result of :meth:`local_state_dict` of any rank, with rows of any rank.
 
-        Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``. Raises
-        ConfigError if the state belongs to other embeddings or another kind of optimizer. Nothing has changed
-        then.
+        Call this on all ranks, and then a barrier. Only ``lr`` is loaded of the settings. Raises ConfigError
+        if the state belongs to other embeddings or another kind of optimizer. Nothing has changed then.
         """
         tables = {table.embedding.name: table for table in self.tables}
-        for name, entry in local_state_dict["emb_states"].items():
-            state_names = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
-            present = f"no embedding {name!r}" if state_names is None else state_names
-            if state_names != sorted(entry["states"]):
+        embedding_states = local_state_dict["emb_states"]
+        for name, entry in embedding_states.items():
+            present: object = f"no embedding {name!r}"
+            if name in tables:
+                present = sorted(state.name for state in tables[name].states)
+            saved_names = sorted(entry["states"])
+            if saved_names != present:
                 raise ConfigError(
-                    f"the state holds {sorted(entry['states'])} of {name!r}, but this optimizer has "
+                    f"the state holds {saved_names} of {name!r}, but this optimizer has "
                     f"{present}. Build the same optimizer."
                 )
-        for name, entry in local_state_dict["emb_states"].items():
-            for tensor in tables[name].states:
-                tensor[entry["ids"]] = entry["states"][tensor.name]
+
+        for name, entry in embedding_states.items():
+            for state in tables[name].states:
+                state[entry["ids"]] = entry["states"][state.name]
             tables[name].steps = int(entry["steps"])
         self.lr = float(local_state_dict["params"]["lr"])
 
     def save(self, f: str | bytes | PathLike[str]) -> None:
         """Write the embeddings and the state as the folder ``f``. Every rank must call this.
 
-        Each rank writes the rows that it owns. All ranks must see the folder. It replaces an earlier one
-        completely or not at all. Raises StorageError on all ranks if one cannot write, or if ``f`` holds
-        something other than saved rows. Its former content is unchanged.
+        Each rank writes the rows that it owns. All ranks must see the folder. Raises StorageError on all
+        ranks, if one of them cannot write, or if ``f`` holds something other than saved rows. The former
+        content of ``f`` is unchanged then.
         """
         target = run_on_all_ranks(self.session, lambda: Path(fsdecode(f)))
         save_folder(self.session, target, *self.rows_to_save())
@@ -197,8 +202,8 @@ class SparseOptimizer:
     def load(self, f: str | bytes | PathLike[str]) -> None:
         """Load the result of :meth:`save` on any number of ranks and servers. Every rank must call this.
 
-        Raises StorageError on all ranks if the folder is missing or damaged for one, or belongs to another
-        dataset, optimizer or embeddings. Nothing has changed then.
+        Raises StorageError on all ranks, if the folder is missing or damaged for one of them, or belongs to
+        another dataset, optimizer or embeddings. Nothing has changed then.
         """
         self.flush()
         run_on_all_ranks(self.session, lambda: self.check_saved(Path(fsdecode(f))))
@@ -214,72 +219,62 @@ class SparseOptimizer:
     ) -> tuple[WriteOwn, Mapping[str, object]]:
         """Return a function that writes this rank's rows, and the facts of the index. All ranks call this.
 
-        ``copy`` maps a name and rows to a copy of them, so that training can go on while they are written.
+        ``copy`` maps a name and rows to a copy of the rows. Training can then continue during the writing.
         """
         self.flush()
-        rows = [
-            (
-                name,
-                table.first,
-                make_column_info(tensor.dtype, tensor.shape[1:]),
-                copy(name, view_owned_rows(tensor)),
-            )
-            for name, table, tensor in self._tensors()
-        ]
+        writers = []
+        for name, table, tensor in self._tensors():
+            info = make_column_info(tensor.dtype, tensor.shape[1:])
+            rows = view_as_numpy(copy(name, view_owned_rows(tensor)))
+            writers.append(partial(write_rows, name=name, first=table.first, rows=rows, info=info))
 
         def write_own(folder: Path) -> list[RowFile]:
-            return [
-                write_rows(folder, name, first, view_as_numpy(owned_rows), info=info)
-                for name, first, info, owned_rows in rows
-            ]
+            return [write(folder) for write in writers]
 
-        # This follows the copies. In mode "async" a rank that went on would change rows of others, and the
-        # number of steps differs between ranks.
+        # All ranks wait here until the rows are copied. In mode "async" a rank that continued earlier would
+        # change rows of other ranks. The number of steps differs between ranks in this mode.
         steps = gather_int64([table.steps for table in self.tables], self.session).max(axis=0)
         facts = {"lr": self.lr, "embeddings": self._facts(), "steps": steps.tolist()}
         return write_own, {**self._identity(), **facts}
 
     def check_saved(self, folder: Path) -> None:
-        """Raise StorageError unless ``folder`` has this optimizer's tensors and this rank's rows are intact.
-
-        The message names the first difference, or the missing or damaged file.
-        """
+        """Raise StorageError if ``folder`` has other tensors, or a damaged file with rows of this rank."""
         index = read_index(folder)
         facts = index.facts
         for key, value in self._identity().items():
-            if facts.get(key) != value:
-                remedy = "Use the dataset and the optimizer that it was saved with."
-                if key == "dataset":
-                    remedy = "Use the dataset that it was saved with (dx.distribute cuts another one for "
-                    remedy += "another number of servers, unless parts= is given)."
-                raise StorageError(f"{folder} has {key} {facts.get(key)!r}, this run has {value!r}. {remedy}")
-        if facts.get("embeddings") != self._facts():
+            saved_value = facts.get(key)
+            if saved_value == value:
+                continue
+            remedy = "Use the dataset and the optimizer that it was saved with."
+            if key == "dataset":
+                remedy = "Use the dataset that it was saved with (dx.distribute cuts another one for "
+                remedy += "another number of servers, unless parts= is given)."
+            raise StorageError(f"{folder} has {key} {saved_value!r}, this run has {value!r}. {remedy}")
+
+        saved_embeddings = facts.get("embeddings")
+        if saved_embeddings != self._facts():
             raise StorageError(
-                f"{folder} holds the embeddings {facts.get('embeddings')}, but this optimizer has "
+                f"{folder} holds the embeddings {saved_embeddings}, but this optimizer has "
                 f"{self._facts()}. Make the same embeddings, with name= and in the same order."
             )
-        steps: Any = facts.get("steps")
+        steps = facts.get("steps")
         lr = facts.get("lr")
-        are_counts = isinstance(steps, list) and all(isinstance(count, int) and count >= 0 for count in steps)
-        if not isinstance(lr, int | float) or not are_counts or len(steps) != len(self.tables):
+        if not isinstance(lr, int | float) or not self._are_step_counts(steps):
             raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}. Use another copy.")
         for name, table, _ in self._tensors():
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 
     def read_saved(self, folder: Path) -> None:
-        """Load this rank's rows and settings from ``folder``, after :meth:`check_saved`. All ranks call this.
+        """Load this rank's rows and settings from ``folder`` after :meth:`check_saved`. Collective."""
 
-        Raises StorageError if a file cannot be read any more.
-        """
-
-        def read_own() -> Mapping[str, object]:
+        def read_owned_rows() -> Mapping[str, object]:
             index = read_index(folder)
             for name, table, tensor in self._tensors():
                 rows = view_as_numpy(view_owned_rows(tensor))
                 read_rows(folder, index.tensor(name, folder), table.first, table.last, rows)
             return index.facts
 
-        facts = cast("dict[str, Any]", run_on_all_ranks(self.session, read_own))
+        facts = cast("dict[str, Any]", run_on_all_ranks(self.session, read_owned_rows))
         for table, steps in zip(self.tables, facts["steps"], strict=True):
             table.steps = int(steps)
         self.lr = float(facts["lr"])
@@ -305,28 +300,32 @@ class SparseOptimizer:
         dataset = self.params[0].dataset
         return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}
 
+    def _are_step_counts(self, steps: object) -> bool:
+        """Return whether ``steps`` of a saved state has a count for each embedding."""
+        if not isinstance(steps, list) or len(steps) != len(self.tables):
+            return False
+        return all(isinstance(count, int) and count >= 0 for count in steps)
+
     def _tensors(self) -> Iterator[tuple[str, OwnedRows, DistTensor]]:
         """Yield (name in the folder, owned rows, tensor)."""
-        for number, table in enumerate(self.tables):
-            yield f"{number}.weight", table, table.embedding.weight
+        for index, table in enumerate(self.tables):
+            yield f"{index}.weight", table, table.embedding.weight
             for name, state in zip(table.rule.state_names, table.states, strict=True):
-                yield f"{number}.{name}", table, state
+                yield f"{index}.{name}", table, state
 
-    def _open_table(self, param: DistEmbedding, number: int) -> OwnedRows:
-        """Create the state tensors of an embedding, and return the rows of this rank. Collective.
+    def _open_table(self, param: DistEmbedding, optimizer_id: int) -> OwnedRows:
+        """Create the state tensors of an embedding, and return the rows of this rank. Every rank calls this.
 
-        A name that is taken, for example by another optimizer of the embedding, gets ``number`` as a suffix.
+        If a name is taken, for example by another optimizer of the embedding, ``optimizer_id`` is appended.
         """
         policy = param.part_policy
-        weight = param.weight
+        shape, dtype = param.weight.shape, param.compute_dtype
         states = []
         for state_name in self._rule.state_names:
             name = f"{param.name}_{state_name}"
             if policy.store.has(policy.hidden_key(name)):
-                name = f"{name}-{number}"
-            states.append(
-                DistTensor(weight.shape, param.compute_dtype, name, part_policy=policy, is_gdata=False)
-            )
+                name = f"{name}-{optimizer_id}"
+            states.append(DistTensor(shape, dtype, name, part_policy=policy, is_gdata=False))
         param.optm_state = tuple(states)
         return OwnedRows(param, states, self._rule)
 
@@ -345,48 +344,35 @@ def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
     for position, param in enumerate(embeddings):
         if not isinstance(param, DistEmbedding):
             raise ConfigError(
-                f"params[{position}] is a {type(param).__name__}. Pass DistEmbeddings here, and the "
-                "parameters of the model to an optimizer of torch.optim."
+                f"params[{position}] is a {type(param).__name__}. Pass DistEmbeddings here, "
+                "and the parameters of the model to an optimizer of torch.optim."
             )
         if param.kvstore is not embeddings[0].kvstore:
             raise ConfigError(f"{param.name!r} belongs to another graph. Make one optimizer for each graph.")
     if not 1 <= len(embeddings) <= MAX_PARAMETERS:
         raise ConfigError(f"params has {len(embeddings)} embeddings. Pass 1 to {MAX_PARAMETERS}.")
-    keys = [param.weight.kvstore_key for param in embeddings]
-    if len(set(keys)) < len(keys):
-        raise ConfigError(f"params contains an embedding twice: {[param.name for param in embeddings]}")
+
+    names = [param.name for param in embeddings]
+    keys = {param.weight.kvstore_key for param in embeddings}
+    if len(keys) < len(embeddings):
+        raise ConfigError(f"params contains an embedding twice: {names}")
     return embeddings
 
 
 @final
 class SparseSGD(SparseOptimizer):
-    """``torch.optim.SGD`` without momentum, for embeddings.
+    """``torch.optim.SGD`` without momentum, for embeddings. For ``options`` see :class:`SparseOptimizer`."""
 
-    ``options`` are ``mode``, ``staleness`` and ``reduction``, see :class:`SparseOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[DistEmbedding],
-        lr: float,
-        **options: Any,
-    ) -> None:
+    def __init__(self, params: Sequence[DistEmbedding], lr: float, **options: Any) -> None:
         super().__init__(params, lambda: sgd_rule(lr), **options)
 
 
 @final
 class SparseAdagrad(SparseOptimizer):
-    """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares for each row.
-
-    ``eps`` is added to the root of the sum of squares. ``options`` are those of :class:`SparseSGD`.
-    """
+    """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares per row. Adds ``eps`` to the root."""
 
     def __init__(
-        self,
-        params: Sequence[DistEmbedding],
-        lr: float,
-        eps: float = 1e-10,
-        **options: Any,
+        self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10, **options: Any
     ) -> None:
         super().__init__(params, lambda: adagrad_rule(lr, eps), **options)
 

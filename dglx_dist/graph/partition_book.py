@@ -32,8 +32,8 @@ class RowOwners:
     def __init__(self, bounds: Array, topology: Topology) -> None:
         if bounds.shape != (topology.num_servers + 1,):
             raise ConfigError(
-                f"bounds have shape {bounds.shape} for {topology.num_servers} servers, but must have shape "
-                f"({topology.num_servers + 1},)"
+                f"bounds have shape {bounds.shape} for {topology.num_servers} servers, but "
+                f"must have shape ({topology.num_servers + 1},)"
             )
         self._bounds = bounds
         self._topology = topology
@@ -44,9 +44,9 @@ class RowOwners:
         starts = []
         for server in range(self._topology.num_servers):
             first = int(self._bounds[server])
-            last = int(self._bounds[server + 1])
-            ranks = len(self._topology.ranks_of_server(server))
-            starts += [first + (last - first) * local // ranks for local in range(ranks)]
+            num_rows = int(self._bounds[server + 1]) - first
+            num_ranks = len(self._topology.ranks_of_server(server))
+            starts += [first + num_rows * i // num_ranks for i in range(num_ranks)]
         return np.array([*starts, self._bounds[-1]], dtype=np.int64)
 
     def find_rank(self, ids: Array) -> Array:
@@ -106,12 +106,12 @@ class PartitionBook:
 
     def metadata(self) -> list[dict[str, int]]:
         """Return one record per partition: ``machine_id``, ``num_nodes`` and ``num_edges`` over all types."""
-        nodes = np.diff(self._nodes.ends)
-        edges = np.diff(self._edges.ends)
-        return [
-            {"machine_id": part, "num_nodes": int(nodes[part]), "num_edges": int(edges[part])}
-            for part in range(self.num_partitions())
-        ]
+        num_nodes = np.diff(self._nodes.ends).tolist()
+        num_edges = np.diff(self._edges.ends).tolist()
+        records = []
+        for part, (nodes, edges) in enumerate(zip(num_nodes, num_edges, strict=True)):
+            records.append({"machine_id": part, "num_nodes": nodes, "num_edges": edges})
+        return records
 
     def num_nodes(self, ntype: str | None = None) -> int:
         return self._nodes.total(ntype)
@@ -148,10 +148,7 @@ class PartitionBook:
         return self._edges.list_ids(partid, self.to_canonical_etype(etype))
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the ids relative to the first node of ``partid``.
-
-        Raise IndexError if it does not own them.
-        """
+        """Return the ids relative to the first node of ``partid``. Raise IndexError if one is not its own."""
         return self._nodes.local(nids, partid, ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
@@ -173,11 +170,17 @@ class PartitionBook:
 
 
 def resolve_etype(etype: str | EdgeType | None, etypes: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of ``etype``: a triple, a relation, ``source:relation:destination``, or None."""
+    """Return the edge type in ``etypes`` that ``etype`` names.
+
+    ``etype`` is a triple, a relation, ``source:relation:destination``, or None for the only edge type. Raise
+    ConfigError if no edge type or several of them match.
+    """
     candidates = [triple for triple in etypes if etype is None or etype in (triple, triple[1])]
-    candidates = candidates or [triple for triple in etypes if format_type(triple) == etype]
+    if not candidates:
+        candidates = [triple for triple in etypes if format_type(triple) == etype]
     if len(candidates) == 1:
         return candidates[0]
+
     names = ", ".join(map(format_type, etypes))
     if etype is None:
         raise ConfigError(f"the graph has the edge types {names}. Choose one with etype=.")
@@ -186,6 +189,8 @@ def resolve_etype(etype: str | EdgeType | None, etypes: Sequence[EdgeType]) -> E
 
 
 class _Ranges(Generic[K]):
+    """Ranges of ids of the nodes, or of the edges. They implement the methods of :class:`PartitionBook`."""
+
     def __init__(self, bounds: Mapping[K, Array], what: str) -> None:
         self._what = what
         self.types = tuple(bounds)
@@ -224,13 +229,13 @@ class _Ranges(Generic[K]):
         return torch.from_numpy(local_ids)
 
     def split_types(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        kinds, ids_within_type = self._ids.to_typed(
-            as_ids(ids, self.total(None), f"the {self._what} of all types")
-        )
-        return torch.from_numpy(kinds), torch.from_numpy(ids_within_type)
+        homogeneous_ids = as_ids(ids, self.total(None), f"the {self._what} of all types")
+        type_ids, ids_within_type = self._ids.to_typed(homogeneous_ids)
+        return torch.from_numpy(type_ids), torch.from_numpy(ids_within_type)
 
     def join_types(self, ids: Ids, key: K) -> Tensor:
-        return torch.from_numpy(self._ids.from_typed(self.types.index(key), self._check_ids(ids, key)))
+        type_id = self.types.index(key)
+        return torch.from_numpy(self._ids.from_typed(type_id, self._check_ids(ids, key)))
 
     def _get_range(self, partition: int, key: K) -> tuple[int, int]:
         bounds = self.bounds(key)
@@ -250,9 +255,9 @@ class Placement:
         servers = self.topology.num_servers
         if self.num_parts < servers:
             raise ConfigError(
-                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers. Partition it "
-                f"again with `dglx partition DATA --parts {servers} --out DIR`, or start "
-                f"{self.num_parts} server(s)."
+                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers. "
+                f"Partition it again with `dglx partition DATA --parts {servers} --out DIR`, "
+                f"or start {self.num_parts} server(s)."
             )
 
     @cached_property
@@ -262,8 +267,8 @@ class Placement:
 
     def parts_of_server(self, server: int) -> range:
         """Return the consecutive parts of ``server``. There is at least one."""
-        first, last = np.searchsorted(self.server_of_part, [server, server + 1], side="left")
-        return range(int(first), int(last))
+        first, end = np.searchsorted(self.server_of_part, [server, server + 1], side="left")
+        return range(int(first), int(end))
 
     @property
     def local_parts(self) -> range:
@@ -272,21 +277,22 @@ class Placement:
     def server_offsets(self, offsets: Array) -> Array:
         """Merge (P + 1,) int64 id offsets of parts into (S + 1,) int64 offsets of servers."""
         servers = np.arange(self.topology.num_servers + 1)
-        return np.asarray(offsets, dtype=np.int64)[np.searchsorted(self.server_of_part, servers, side="left")]
+        first_parts = np.searchsorted(self.server_of_part, servers, side="left")
+        return np.asarray(offsets, dtype=np.int64)[first_parts]
 
     @cached_property
     def serving_ranks(self) -> tuple[int, ...]:
-        """Ranks that this rank asks for rows of each server. For its own server, this is the rank itself.
+        """For each server, the rank that this rank asks for rows. For its own server, that is this rank.
 
-        Local rank i asks local rank i modulo the number of the other server's ranks, which spreads the load.
+        To spread the load, local rank i asks local rank i modulo the number of ranks of the other server.
         """
-        servers = map(self.topology.ranks_of_server, range(self.topology.num_servers))
-        return tuple(ranks[self.topology.local_rank % len(ranks)] for ranks in servers)
+        ranks_by_server = map(self.topology.ranks_of_server, range(self.topology.num_servers))
+        return tuple(ranks[self.topology.local_rank % len(ranks)] for ranks in ranks_by_server)
 
 
 MAX_MESSAGE_BYTES = FRAME_BYTES
-"""Maximum size in bytes of the rows of one message, which one frame holds. More rows are split, so that rows
-are placed while others are in transit. Replies of 1 MiB took 1.5 times the serving rank's time."""
+"""Maximum size in bytes of the rows of one message. One frame holds them. More rows need several messages, so
+that some are copied while others are in transit. Replies of 1 MiB cost the serving rank 1.5 times as much."""
 
 
 def rows_per_message(row_bytes: int) -> int:
@@ -317,27 +323,30 @@ def split_ids(
     """
     server = topology.server
     ranks = topology.ranks_of_server(server)
+    # The ids of this server are ids[first:end]. Local rank r gets quota[r] of them.
     if force_even:
         quota_of_all = _compute_even_quota(len(ids), topology.world_size)
         quota = quota_of_all[ranks[0] : ranks[-1] + 1]
         first = int(quota_of_all[: ranks[0]].sum())
-        last = first + int(quota.sum())
+        end = first + int(quota.sum())
     else:
-        first, last = np.searchsorted(ids, bounds[server : server + 2]).tolist()
-        quota = _compute_even_quota(last - first, len(ranks))
-    order = np.random.default_rng(server).permutation(last - first)
+        first, end = np.searchsorted(ids, bounds[server : server + 2]).tolist()
+        quota = _compute_even_quota(end - first, len(ranks))
+
+    order = np.random.default_rng(server).permutation(end - first)
     if trainer_of is None:
-        owner = np.repeat(np.arange(len(ranks)), quota)
+        local_ranks = np.repeat(np.arange(len(ranks)), quota)
     else:
-        preferred = trainer_of[first:last] - ranks[0]
+        preferred = trainer_of[first:end] - ranks[0]
         if not force_even:
             # Every id with a preferred rank on this server goes to that rank.
             is_local = (preferred >= 0) & (preferred < len(ranks))
-            others_quota = _compute_even_quota(int(np.count_nonzero(~is_local)), len(ranks))
-            quota = np.bincount(preferred[is_local], minlength=len(ranks)) + others_quota
-        owner = _assign_preferred(preferred[order], quota)
-    own_positions = order[owner == topology.local_rank]
-    return np.sort(ids[first:last][own_positions])
+            num_others = int(np.count_nonzero(~is_local))
+            quota = np.bincount(preferred[is_local], minlength=len(ranks))
+            quota = quota + _compute_even_quota(num_others, len(ranks))
+        local_ranks = _assign_preferred(preferred[order], quota)
+    positions = order[local_ranks == topology.local_rank]
+    return np.sort(ids[first:end][positions])
 
 
 def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
@@ -347,16 +356,15 @@ def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
 
 
 def _assign_preferred(preferred: Array, quota: Array) -> Array:
-    """Return the (n,) rank of each id. Rank r gets ``quota[r]`` ids, first those that prefer it.
-
-    Ranks are counted within the server. A number in ``preferred`` that is no such rank is no preference.
-    """
-    owner = np.full(len(preferred), -1, dtype=np.int64)
-    for rank, size in enumerate(quota):
-        owner[np.flatnonzero(preferred == rank)[:size]] = rank
-    remaining = quota - np.bincount(owner[owner >= 0], minlength=len(quota))
-    owner[owner < 0] = np.repeat(np.arange(len(quota)), remaining)
-    return owner
+    """Return the (n,) local rank of each id. Rank r gets ``quota[r]`` ids, first those that prefer rank r."""
+    local_ranks = np.full(len(preferred), -1, dtype=np.int64)
+    for local_rank, num_ids in enumerate(quota):
+        positions = np.flatnonzero(preferred == local_rank)
+        local_ranks[positions[:num_ids]] = local_rank
+    # The ids without a rank fill up the quotas.
+    num_assigned = np.bincount(local_ranks[local_ranks >= 0], minlength=len(quota))
+    local_ranks[local_ranks < 0] = np.repeat(np.arange(len(quota)), quota - num_assigned)
+    return local_ranks
 
 
 Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice
@@ -371,10 +379,9 @@ def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
 
 
 def as_ids(index: Ids, count: int, what: str) -> Array:
-    """Return the ids that ``index`` names, each in [0, ``count``).
+    """Return the ids that ``index`` names, each in [0, ``count``). Messages call the rows ``what``.
 
-    Raises IndexError if an id is out of range, with the first such id and its position in the message, or in
-    the cases of :func:`integer_ids`. Messages call the rows ``what``.
+    Raises IndexError if an id is out of range, and in the cases of :func:`integer_ids`.
     """
     ids = integer_ids(index, count, what)
     check_ids(ids, count, what)
@@ -382,13 +389,14 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
 
 
 def integer_ids(index: Ids, count: int, what: str) -> Array:
-    """Return the (K,) int64 ids, in any range, that ``index`` names among the ``count`` rows of ``what``.
+    """Return the (K,) int64 ids that ``index`` names. Only a mask and a slice are compared with ``count``.
 
-    Raises IndexError if a mask has another length, ``index`` is not one-dimensional or not of integers, or it
-    is uint8 and could be a mask or ids.
+    Raises IndexError if a mask does not have ``count`` elements, or ``index`` is not one-dimensional, is not
+    of integers, or is of uint8 and could be a mask or ids.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(count), dtype=np.int64)
+
     ids = np.atleast_1d(as_array(index))
     if ids.dtype == np.uint8 and ids.ndim == 1:
         ids = _read_bytes(ids, count, what, is_tensor=isinstance(index, Tensor))
@@ -398,6 +406,7 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
         if len(ids) != count:
             raise IndexError(f"{what} has {count} rows but the mask has {len(ids)} elements")
         return np.flatnonzero(ids)
+    # An empty list becomes an array of floats, so its dtype is not checked.
     if len(ids) == 0:
         return np.empty(0, dtype=np.int64)
     if ids.dtype.kind not in "iu":
@@ -407,11 +416,11 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
 
 def _read_bytes(values: Array, count: int, what: str, *, is_tensor: bool) -> Array:
     """Return a uint8 index as a bool mask for tensors, as torch does, or as ids for arrays, as NumPy does."""
-    is_mask_like = len(values) == count and (is_tensor or values.max(initial=0) <= 1)
-    if is_tensor != is_mask_like:
+    looks_like_mask = len(values) == count and (is_tensor or values.max(initial=0) <= 1)
+    if looks_like_mask != is_tensor:
         raise IndexError(
-            f"{what} has {count} rows and is indexed with {len(values)} uint8 values, which torch reads as a "
-            "mask and NumPy as ids. Convert a mask to bool, or ids to int64."
+            f"{what} has {count} rows and is indexed with {len(values)} uint8 values, which "
+            "torch reads as a mask and NumPy as ids. Convert a mask to bool, or ids to int64."
         )
     return values.astype(np.bool_) if is_tensor else values
 

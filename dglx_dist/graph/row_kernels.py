@@ -74,14 +74,17 @@ def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
-        array = context.make_array(array_type)(context, builder, arguments[0])
-        pointer = cgutils.get_item_pointer(context, builder, array_type, array, list(arguments[1:]))
+        array_value, *indices = arguments
+        array = context.make_array(array_type)(context, builder, array_value)
+        pointer = cgutils.get_item_pointer(context, builder, array_type, array, indices)
+
         byte_pointer = ir.IntType(8).as_pointer()
         int32 = ir.IntType(32)
         signature_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
         prefetch = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0i8")
-        for_reading, locality, data_cache = (ir.Constant(int32, value) for value in (0, 3, 1))
-        builder.call(prefetch, [builder.bitcast(pointer, byte_pointer), for_reading, locality, data_cache])
+        # The arguments of llvm.prefetch are: 0 for reading, 3 for all cache levels, 1 for the data cache.
+        hints = [ir.Constant(int32, value) for value in (0, 3, 1)]
+        builder.call(prefetch, [builder.bitcast(pointer, byte_pointer), *hints])
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp), generate
@@ -94,37 +97,33 @@ _AHEAD = 8
 
 
 def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
-    """View two C-contiguous (n, *row) arrays as (n, words) arrays of words with the same width.
-
-    Neither array may be empty, and their rows must have the same shape and dtype.
-    """
+    """View two nonempty C-contiguous (n, *row) arrays of one dtype as (n, words) arrays of equal words."""
     row_bytes = source.nbytes // len(source)
-    # The lowest bit that is set in any of these numbers is the size of the widest word that divides all.
+    # A word must divide both addresses and the size of a row, and has at most 8 bytes. The lowest bit that is
+    # set in any of these numbers is the greatest power of two that divides all of them.
     alignment_bits = source.ctypes.data | out.ctypes.data | row_bytes | 8
     word = _WORDS[alignment_bits & -alignment_bits]
-    words = row_bytes // word.itemsize
-    return (
-        source.reshape(-1).view(np.uint8).view(word).reshape(len(source), words),
-        out.reshape(-1).view(np.uint8).view(word).reshape(len(out), words),
-    )
+    num_words = row_bytes // word.itemsize
+    source_words = source.reshape(-1).view(np.uint8).view(word)
+    out_words = out.reshape(-1).view(np.uint8).view(word)
+    return source_words.reshape(len(source), num_words), out_words.reshape(len(out), num_words)
 
 
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
-    ``source`` (n, *row) and ``out`` (K, *row) are C-contiguous and have the same dtype. ``ids`` are (K,)
-    int64.
+    Both arrays are C-contiguous and have the same row shape and dtype. ``ids`` are (K,) int64.
     """
     if len(ids) and source.size:
         source_words, out_words = view_as_words(source, out)
         _gather(source_words, first, ids, out_words)
 
 
-def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
-    """Copy the rows at the (K,) int64 indices ``places`` to ``out`` or a new array. Faster than indexing."""
+def take_rows(source: Array, indices: Array, out: Array | None = None) -> Array:
+    """Return the rows at the (K,) int64 ``indices``, in ``out`` or a new array. Faster than NumPy."""
     if out is None:
-        out = np.empty((len(places), *source.shape[1:]), source.dtype)
-    gather_rows(source, 0, places, out)
+        out = np.empty((len(indices), *source.shape[1:]), source.dtype)
+    gather_rows(source, 0, indices, out)
     return out
 
 
@@ -134,20 +133,20 @@ def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     ``first`` is the id of the first row of ``target``. Rows and target have the same row shape and dtype. If
     one of the (K,) int64 ``ids`` is repeated, its last row wins.
     """
-    selected = np.flatnonzero((ids >= first) & (ids < first + len(target)))
-    move_rows(rows, selected, target, ids[selected] - first)
+    positions = np.flatnonzero((ids >= first) & (ids < first + len(target)))
+    move_rows(rows, positions, target, ids[positions] - first)
 
 
-def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
-    """Copy ``source[rows[k]]`` to ``out[places[k]]`` for (k,) int64 ``rows`` and ``places``."""
-    if len(rows) and source.size:
+def move_rows(source: Array, indices: Array, out: Array, out_indices: Array) -> None:
+    """Copy ``source[indices[k]]`` to ``out[out_indices[k]]`` for every k. The indices are int64."""
+    if len(indices) and source.size:
         source_words, out_words = view_as_words(source, out)
-        _move(source_words, rows, out_words, places)
+        _move(source_words, indices, out_words, out_indices)
 
 
-def check_answer(rows: Array, out: Array, count: int) -> None:
-    """Raise ValueError unless ``rows`` from another rank are ``count`` rows like those of ``out``."""
-    shape = (count, *out.shape[1:])
+def check_answer(rows: Array, out: Array, num_rows: int) -> None:
+    """Raise ValueError if ``rows`` from another rank are not ``num_rows`` rows that fit into ``out``."""
+    shape = (num_rows, *out.shape[1:])
     if rows.shape != shape or rows.dtype != out.dtype:
         raise ValueError(
             f"another rank sent {rows.dtype} of shape {rows.shape}, but the request was for {out.dtype} of "
@@ -160,13 +159,13 @@ def spread_rows(
 ) -> None:
     """Copy row k of ``rows`` to each position of slot ``first_slot + k``. ``rows`` need not be aligned.
 
-    The rows are those of the slots up to ``last_slot - 1``. ``starts`` and ``positions`` are fields of
+    ``rows`` has one row for each slot up to ``last_slot - 1``. ``starts`` and ``positions`` are fields of
     :class:`RemotePlan`. Raises ValueError if the number, shape or dtype of ``rows`` is wrong.
     """
     check_answer(rows, out, last_slot - first_slot)
-    ends = starts[first_slot : last_slot + 1]
-    slots = np.repeat(np.arange(len(rows)), np.diff(ends))
-    move_rows(rows, slots, out, positions[ends[0] : ends[-1]])
+    slot_starts = starts[first_slot : last_slot + 1]
+    row_indices = np.repeat(np.arange(len(rows)), np.diff(slot_starts))
+    move_rows(rows, row_indices, out, positions[slot_starts[0] : slot_starts[-1]])
 
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -175,29 +174,33 @@ _madvise = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp
 
 
 def read_from_disk(arrays: Sequence[Array]) -> bool:
-    """Return whether memory-mapped arrays take more than half the free memory. If so, prepare to read rows.
+    """Return whether memory-mapped arrays take more than half the free memory.
 
-    The kernel then reads only the pages that are used. Otherwise it would read up to megabytes around each
-    page and drop pages that are used again. Call :func:`request_rows` before rows are copied.
+    If so, Linux is told to read only the pages that are used. It would otherwise read up to megabytes around
+    each page, and drop pages that are used again. Call :func:`request_rows` before rows are copied.
     """
-    exceeds = sum(array.nbytes for array in arrays) > machine_memory()[1] // 2
-    for array in arrays if exceeds else ():
+    _, free_bytes = machine_memory()
+    if sum(array.nbytes for array in arrays) <= free_bytes // 2:
+        return False
+    for array in arrays:
         if array.size:
             _advise(array.ctypes.data, 0, array.nbytes, mmap.MADV_RANDOM)
-    return exceeds
+    return True
 
 
 def request_rows(source: Array, first: int, ids: Array) -> None:
     """Start to read the rows that :func:`gather_rows` will copy from a file. Does not wait."""
-    rows = np.sort(ids[(ids >= first) & (ids < first + len(source))]) - first
-    if len(rows) and source.size:
-        _request(source.ctypes.data, source.nbytes // len(source), rows)
+    is_present = (ids >= first) & (ids < first + len(source))
+    indices = np.sort(ids[is_present]) - first
+    if len(indices) and source.size:
+        _request(source.ctypes.data, source.nbytes // len(source), indices)
 
 
 @njit(cache=True, nogil=True)
 def _advise(start: int, begin: int, end: int, advice: int) -> None:
-    # Ignore failures. Pages without advice are read when they are used.
+    # The address must be the start of a page.
     page = (start + begin) // _PAGE_BYTES * _PAGE_BYTES
+    # Ignore failures. Pages without advice are read when they are used.
     _madvise(np.uintp(page), np.uintp(start + end - page), np.int32(advice))
 
 
@@ -215,54 +218,56 @@ def _request(start: int, row_bytes: int, rows: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
-    """Copy the rows of ``ids`` to the same places of ``out``. Row 0 of ``source`` has the id ``first``.
-
-    Ids without a row in ``source`` are skipped, so their places keep their values.
-    """
-    count, words = source.shape
+    """Copy the rows of ``ids`` that are in ``source`` to their positions in ``out``."""
+    num_rows, num_words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
-        # Unsigned numbers turn an id below `first` into a huge one, so one comparison checks both ends.
+        # As an unsigned number, an id below `first` becomes a huge one. So one comparison checks both ends.
         upcoming_row = np.uint64(ids[min(k + _AHEAD, last)] - first)
-        if upcoming_row < np.uint64(count):
+        if upcoming_row < np.uint64(num_rows):
             read_ahead(source, upcoming_row)
+
         row = np.uint64(ids[k] - first)
-        if row < np.uint64(count):
-            for word in range(words):
+        if row < np.uint64(num_rows):
+            for word in range(num_words):
                 out[np.uint64(k), np.uint64(word)] = source[row, np.uint64(word)]
 
 
 @njit(cache=True, nogil=True)
 def _move(source: Array, rows: Array, out: Array, out_rows: Array) -> None:
-    words = source.shape[1]
+    num_words = source.shape[1]
     last = rows.shape[0] - 1
     for k in range(rows.shape[0]):
         read_ahead(source, rows[min(k + _AHEAD, last)])
+        # Unsigned indices spare the check for negative indices.
         source_row, out_row = np.uint64(rows[k]), np.uint64(out_rows[k])
-        for word in range(words):
+        for word in range(num_words):
             out[out_row, np.uint64(word)] = source[source_row, np.uint64(word)]
 
 
 @njit(cache=True, nogil=True)
-def find_first_outside(ids: Array, count: int) -> int:
-    """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``count``), or -1."""
-    num_bad = 0
+def find_first_outside(ids: Array, end: int) -> int:
+    """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``end``), or -1."""
+    num_outside = 0
     # Without an early exit, the first loop runs on vector registers.
     for k in range(ids.shape[0]):
-        if np.uint64(ids[k]) >= np.uint64(count):
-            num_bad += 1
-    if num_bad:
+        if np.uint64(ids[k]) >= np.uint64(end):
+            num_outside += 1
+
+    if num_outside:
         for k in range(ids.shape[0]):
-            if np.uint64(ids[k]) >= np.uint64(count):
+            if np.uint64(ids[k]) >= np.uint64(end):
                 return k
     return -1
 
 
-def check_ids(ids: Array, count: int, what: str) -> None:
-    """Raise IndexError unless each of the (K,) int64 ``ids`` is in [0, ``count``)."""
-    bad = find_first_outside(ids, count)
-    if bad >= 0:
-        raise IndexError(f"id {ids[bad]} at position {bad} is outside {what}, whose ids are 0 to {count - 1}")
+def check_ids(ids: Array, end: int, what: str) -> None:
+    """Raise IndexError if one of the (K,) int64 ``ids`` is outside [0, ``end``)."""
+    position = find_first_outside(ids, end)
+    if position >= 0:
+        raise IndexError(
+            f"id {ids[position]} at position {position} is outside {what}, whose ids are 0 to {end - 1}"
+        )
 
 
 DIRECT_LIMIT = 1 << 26
@@ -283,17 +288,18 @@ class SlotTable(NamedTuple):
 NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
-def compute_table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
-    """Return the lengths of ``slots`` and ``keys`` for ``count`` cached of ``num_ids`` ids.
+def compute_table_sizes(num_cached: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
+    """Return the lengths of ``slots`` and ``keys`` for a table of ``num_cached`` of ``num_ids`` ids.
 
     A hash table is at most half full and takes 24 to 48 bytes per cached row. A direct table takes 4 bytes
-    per id. It is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
+    per id. A direct table is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
     """
-    bits = max(_MIN_BITS, (2 * count - 1).bit_length())
+    num_bits = max(_MIN_BITS, (2 * num_cached - 1).bit_length())
+    num_entries = 1 << num_bits
     # An entry of a hash table takes 12 bytes: 4 for the slot and 8 for the key.
-    if num_ids <= direct_limit or 4 * num_ids <= 12 << bits:
+    if num_ids <= direct_limit or 4 * num_ids <= 12 * num_entries:
         return num_ids, 0
-    return 1 << bits, 1 << bits
+    return num_entries, num_entries
 
 
 def fill_table(table: SlotTable, ids: Array) -> None:
@@ -311,15 +317,16 @@ def find_slot(table: SlotTable, key: int) -> int:
     """Return the slot of the id ``key``, or -1 if it is not cached."""
     if len(table.slots) == 0:
         return -1
-    return int(table.slots[find_place(table.keys, key)])
+    return int(table.slots[find_entry(table.keys, key)])
 
 
 @njit(cache=True, nogil=True)
-def find_place(keys: Array, key: int) -> np.uint64:
+def find_entry(keys: Array, key: int) -> np.uint64:
     """Return the index of the table entry of the id ``key``, or of the free entry for that id."""
+    # The index of an entry of a direct table is the id.
     if len(keys) == 0:
         return np.uint64(key)
-    # Fibonacci hashing. The mask reduces the high half of the product to an index into `keys`.
+    # Fibonacci hashing. The mask reduces the high half of the product to an index of `keys`.
     mask = np.uint64(len(keys) - 1)
     entry = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
     while keys[entry] >= 0 and keys[entry] != key:
@@ -330,7 +337,7 @@ def find_place(keys: Array, key: int) -> np.uint64:
 @njit(cache=True, nogil=True)
 def _insert(table: SlotTable, ids: Array) -> None:
     for slot in range(len(ids)):
-        entry = find_place(table.keys, ids[slot])
+        entry = find_entry(table.keys, ids[slot])
         table.keys[entry] = ids[slot]
         table.slots[entry] = slot
 
@@ -340,7 +347,7 @@ MAX_IDS = 1 << 20
 
 
 class RemotePlan(NamedTuple):
-    """The remote ids among K requested ids, grouped by server. Each distinct id to request is one slot."""
+    """Remote ids among K requested ids, grouped by server. Each distinct id that must be sent has a slot."""
 
     ids: Array
     """(slots,) int64 distinct remote ids by server. The ids of a server are in order of appearance."""
@@ -350,20 +357,18 @@ class RemotePlan(NamedTuple):
     """(slots + 1,) int64 starts. Slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
     """(P,) int64 positions of the ids to request among the K ids, sorted by slot."""
-    hit_places: Array
+    hit_positions: Array
     """(hits,) int64 ascending positions of the cached remote ids among the K ids."""
     hit_slots: Array
     """(hits,) int64 slots of these ids in the cache."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
-        """Return (rank, first slot, last slot) of each message, at most ``max_ids`` slots long.
-
-        ``ranks`` are the ranks to ask for the rows of each server.
-        """
+        """Return (rank, first slot, end slot) of each message. ``ranks`` has the rank to ask per server."""
         messages = []
-        for rank, (first, last) in zip(ranks, pairwise(self.server_starts.tolist()), strict=True):
-            for begin in range(first, last, max_ids):
-                messages.append((rank, begin, min(begin + max_ids, last)))
+        slot_ranges = pairwise(self.server_starts.tolist())
+        for rank, (first, end) in zip(ranks, slot_ranges, strict=True):
+            for begin in range(first, end, max_ids):
+                messages.append((rank, begin, min(begin + max_ids, end)))
         return messages
 
 
@@ -372,8 +377,8 @@ def plan_remote(
 ) -> RemotePlan:
     """Split (K,) int64 ``ids`` into ids of the local server, cached ids, and ids to request.
 
-    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. With ``distinct``
-    the caller promises that no id is repeated, which saves a search.
+    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. With ``distinct``, the
+    caller promises that no id is repeated. The plan then needs no search for repeated ids.
     """
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
@@ -386,60 +391,56 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct: bool) -> Any:
-    """Plan a pull of (K,) ``ids``: which places are cached, and which distinct ids to ask from each server.
-
-    Returns:
-        (distinct ids by server, start of each server in them, start of each id in the places, places in
-        ``ids`` sorted by id, places of cached ids, and their slots in the cache).
-    """
-    misses, hit_places, hit_slots = _split_cached(ids, bounds[server], bounds[server + 1], cached)
+    """Return the fields of the :class:`RemotePlan` of (K,) ``ids``, in order."""
+    misses, hit_positions, hit_slots = _split_cached(ids, bounds[server], bounds[server + 1], cached)
     if is_distinct:
         slots, server_starts = group_by_range(ids[misses], bounds)
         positions = np.empty(len(misses), np.int64)
         positions[slots] = misses
-        return ids[positions], server_starts, np.arange(len(misses) + 1), positions, hit_places, hit_slots
-
-    slot_of_miss = np.empty(len(misses), np.int64)
-    distinct = _find_distinct(ids, misses, slot_of_miss)
-    grouped_slots, server_starts = group_by_range(distinct, bounds)
-    grouped = np.empty(len(distinct), np.int64)
-    grouped[grouped_slots] = distinct
-    starts = np.zeros(len(distinct) + 1, np.int64)
+        starts = np.arange(len(misses) + 1)
+        return ids[positions], server_starts, starts, positions, hit_positions, hit_slots
+    # Slots number the distinct ids by server. So the distinct ids are first found in order of appearance,
+    # and then grouped by server.
+    index_of_miss = np.empty(len(misses), np.int64)
+    distinct_ids = _find_distinct(ids, misses, index_of_miss)
+    slot_of_index, server_starts = group_by_range(distinct_ids, bounds)
+    slot_ids = np.empty(len(distinct_ids), np.int64)
+    slot_ids[slot_of_index] = distinct_ids
+    starts = np.zeros(len(distinct_ids) + 1, np.int64)
     for k in range(len(misses)):
-        starts[grouped_slots[slot_of_miss[k]] + 1] += 1
+        starts[slot_of_index[index_of_miss[k]] + 1] += 1
     starts = np.cumsum(starts)
+
     next_index = starts[:-1].copy()
     positions = np.empty(len(misses), np.int64)
     for k in range(len(misses)):
-        slot = grouped_slots[slot_of_miss[k]]
+        slot = slot_of_index[index_of_miss[k]]
         positions[next_index[slot]] = misses[k]
         next_index[slot] += 1
-    return grouped, server_starts, starts, positions, hit_places, hit_slots
+    return slot_ids, server_starts, starts, positions, hit_positions, hit_slots
 
 
 @njit(cache=True, nogil=True)
 def _split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the positions of the ids to request, and the positions and slots of the cached ids, all int64.
-
-    Ids in [``low``, ``high``) are local and appear in neither result.
-    """
+    """Return the positions of ids to request, and the positions and slots of cached ids. Skip local ids."""
     # These arrays are longer than needed, but unused memory costs nothing until it is written.
     miss_positions = np.empty(len(ids), np.int64)
-    hit_places = np.empty(len(ids), np.int64)
+    hit_positions = np.empty(len(ids), np.int64)
     hit_slots = np.empty(len(ids), np.int64)
     num_misses, num_hits = 0, 0
     for position in range(ids.shape[0]):
         key = ids[position]
-        if key < low or key >= high:
-            slot = find_slot(cached, key)
-            if slot >= 0:
-                hit_places[num_hits] = position
-                hit_slots[num_hits] = slot
-                num_hits += 1
-            else:
-                miss_positions[num_misses] = position
-                num_misses += 1
-    return miss_positions[:num_misses], hit_places[:num_hits], hit_slots[:num_hits]
+        if low <= key < high:
+            continue
+        slot = find_slot(cached, key)
+        if slot >= 0:
+            hit_positions[num_hits] = position
+            hit_slots[num_hits] = slot
+            num_hits += 1
+        else:
+            miss_positions[num_misses] = position
+            num_misses += 1
+    return miss_positions[:num_misses], hit_positions[:num_hits], hit_slots[:num_hits]
 
 
 @njit(cache=True, nogil=True)
@@ -455,6 +456,7 @@ def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
         targets[k] = np.searchsorted(bounds, ids[k], side="right") - 1
         starts[targets[k] + 1] += 1
     starts = np.cumsum(starts)
+
     next_target = starts[:-1].copy()
     for k in range(len(ids)):
         target = next_target[targets[k]]
@@ -464,31 +466,30 @@ def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def _find_distinct(ids: Array, positions: Array, slot_of_position: Array) -> Any:
-    """Return the distinct ids at ``positions`` in order of appearance, and fill in the slot of each position.
-
-    An open-addressing hash table finds repeated ids.
-    """
-    bits = 4
-    while (1 << bits) < 2 * len(positions):
-        bits += 1
-    mask = np.uint64((1 << bits) - 1)
-    shift = np.uint64(64 - bits)
-    slots = np.full(1 << bits, -1, np.int64)
-    distinct = np.empty(len(positions), np.int64)
+def _find_distinct(ids: Array, positions: Array, index_of_position: Array) -> Any:
+    """Return the distinct ids at ``positions`` in order of appearance. Fill in ``index_of_position``."""
+    # An open-addressing hash table, at most half full, finds repeated ids.
+    num_bits = 4
+    while (1 << num_bits) < 2 * len(positions):
+        num_bits += 1
+    mask = np.uint64((1 << num_bits) - 1)
+    shift = np.uint64(64 - num_bits)
+    table = np.full(1 << num_bits, -1, np.int64)
+    distinct_ids = np.empty(len(positions), np.int64)
     num_distinct = 0
+
     for k in range(len(positions)):
         key = ids[positions[k]]
         # Fibonacci hashing separates consecutive ids, which are common.
-        bucket = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
-        while slots[bucket] >= 0 and distinct[slots[bucket]] != key:
-            bucket = (bucket + np.uint64(1)) & mask
-        if slots[bucket] < 0:
-            slots[bucket] = num_distinct
-            distinct[num_distinct] = key
+        entry = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
+        while table[entry] >= 0 and distinct_ids[table[entry]] != key:
+            entry = (entry + np.uint64(1)) & mask
+        if table[entry] < 0:
+            table[entry] = num_distinct
+            distinct_ids[num_distinct] = key
             num_distinct += 1
-        slot_of_position[k] = slots[bucket]
-    return distinct[:num_distinct].copy()
+        index_of_position[k] = table[entry]
+    return distinct_ids[:num_distinct].copy()
 
 
 HALF = ("float16", "bfloat16")
@@ -501,18 +502,17 @@ def check_summable(name: str, info: ColumnInfo) -> None:
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Return, for each slot of ``plan``, the sum of the (K, *row) ``rows`` at its positions, added in order.
+    """Sum the (K, *row) ``rows`` of each slot of ``plan``, in the order of their positions.
 
-    The (slots, *row) result has the dtype of ``info``. Integers wrap around.
+    Return (slots, *row) sums in the dtype of ``info``. Integers wrap around.
     """
     if len(plan.positions) == len(plan.ids):
-        return take_rows(rows, plan.positions)  # No id is repeated.
+        return take_rows(rows, plan.positions)
     wide_rows = _widen(rows, info)
     sums = np.empty((len(plan.ids), *rows.shape[1:]), wide_rows.dtype)
     if sums.size:
         flat_rows = wide_rows.reshape(len(wide_rows), -1)
-        flat_sums = sums.reshape(len(sums), -1)
-        _sum(flat_rows, plan.starts, plan.positions, flat_sums)
+        _sum(flat_rows, plan.starts, plan.positions, sums.reshape(len(sums), -1))
     return _round(sums, info)
 
 
@@ -521,24 +521,28 @@ def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInf
 
     The (K,) int64 ``ids`` must be distinct. Ids that have no row in ``target`` are skipped.
     """
-    is_local = (ids >= first) & (ids < first + len(target))
-    if not is_local.all():
-        ids, rows = ids[is_local], rows[is_local]
+    is_present = (ids >= first) & (ids < first + len(target))
+    if not is_present.all():
+        ids, rows = ids[is_present], rows[is_present]
     if rows.size == 0:
         return
     if info.dtype not in HALF:
         _add(target.reshape(len(target), -1), first, ids, rows.reshape(len(rows), -1))
         return
+
     old_rows = np.empty_like(rows)
     gather_rows(target, first, ids, old_rows)
-    scatter_rows(_round(_widen(old_rows, info) + _widen(rows, info), info), target, first, ids)
+    sums = _widen(old_rows, info) + _widen(rows, info)
+    scatter_rows(_round(sums, info), target, first, ids)
 
 
 def _widen(rows: Array, info: ColumnInfo) -> Array:
+    """Return rows of float16 or bfloat16 in float32, and other rows unchanged."""
     return view_as_tensor(rows, info).float().numpy() if info.dtype in HALF else rows
 
 
 def _round(sums: Array, info: ColumnInfo) -> Array:
+    """Undo :func:`_widen`. Values are rounded to nearest even."""
     if info.dtype not in HALF:
         return sums
     wide_info = ColumnInfo(dtype="float32", row_shape=info.row_shape)
@@ -547,22 +551,22 @@ def _round(sums: Array, info: ColumnInfo) -> Array:
 
 @njit(cache=True, nogil=True)
 def _sum(rows: Array, starts: Array, positions: Array, out: Array) -> None:
-    columns = rows.shape[1]
+    num_columns = rows.shape[1]
     for slot in range(out.shape[0]):
         row = np.uint64(positions[starts[slot]])
         target = np.uint64(slot)
-        for column in range(columns):
+        for column in range(num_columns):
             out[target, np.uint64(column)] = rows[row, np.uint64(column)]
         for index in range(starts[slot] + 1, starts[slot + 1]):
             row = np.uint64(positions[index])
-            for column in range(columns):
+            for column in range(num_columns):
                 out[target, np.uint64(column)] += rows[row, np.uint64(column)]
 
 
 @njit(cache=True, nogil=True)
 def _add(target: Array, first: int, ids: Array, rows: Array) -> None:
-    columns = rows.shape[1]
+    num_columns = rows.shape[1]
     for k in range(ids.shape[0]):
         row = np.uint64(ids[k] - first)
-        for column in range(columns):
+        for column in range(num_columns):
             target[row, np.uint64(column)] += rows[np.uint64(k), np.uint64(column)]

@@ -34,10 +34,10 @@ def pack_hop_parameters(fanout: int, stream: int) -> str:
 
 
 def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function by which a server draws in-edges. Its parameters are :func:`pack_hop_parameters`.
+    """Return the function that draws in-edges on a server, with :func:`pack_hop_parameters` as parameters.
 
-    A request adds the edges that its batch excludes to ``rule``. ``weights`` maps the first node of a shard
-    to (E,) float32 edge weights. It is empty for uniform draws.
+    The edges that a request excludes are added to ``rule``. ``weights`` maps the first node of a shard to
+    (E,) float32 edge weights, and is empty for uniform draws.
     """
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
@@ -87,16 +87,19 @@ def draw_in_edges(
     rank fetches all in-edges, and draws in proportion to the weights. Edges of weight 0 are never drawn.
     """
     if rule.prob is None and not len(exclude):
-        return structure.ask(_UNIFORM[rule.replace], nodes, pack_hop_parameters(fanout, rule.seed))
+        parameters = pack_hop_parameters(fanout, rule.seed)
+        return structure.ask(_UNIFORM[rule.replace], nodes, parameters)
+
     edges = structure.ask("in_edges", nodes)
-    weights = np.ones(len(edges.edge_ids))
+    sources, edge_ids = edges.sources, edges.edge_ids
+    weights = np.ones(len(edge_ids))
     if rule.prob is not None:
-        weights = _pull_weights(g, structure.etype, rule.prob, edges.edge_ids)
+        weights = _pull_weights(g, structure.etype, rule.prob, edge_ids)
     if len(exclude):
-        weights[np.isin(edges.edge_ids, exclude)] = 0
-    csc = Csc(edges.indptr, edges.sources, weights, 0, 0)
+        weights[np.isin(edge_ids, exclude)] = 0
+    csc = Csc(edges.indptr, sources, weights, 0, 0)
     indptr, positions = draw_among(csc, nodes, fanout, np.uint64(rule.seed), rule.replace)
-    return InEdges(indptr=indptr, sources=edges.sources[positions], edge_ids=edges.edge_ids[positions])
+    return InEdges(indptr=indptr, sources=sources[positions], edge_ids=edge_ids[positions])
 
 
 def build_sampled_graph(
@@ -119,25 +122,29 @@ def build_sampled_graph(
     Returns:
         The graph. Its edge data ``dgl.EID`` holds the id of each edge in ``g``.
     """
-    import dgl  # Imported late, because the rest of the package works without it.
+    # The import is late, because the rest of the package works without DGL.
+    import dgl
 
-    node_counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-    edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    seeds = group_by_type(seed_nodes, node_counts, "node")
+    num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    seeds = group_by_type(seed_nodes, num_nodes, "node")
     fanouts = read_fanouts(fanout, g.canonical_etypes)
-    excluded = {} if exclude_edges is None else group_by_type(exclude_edges, edge_counts, "edge")
-    edges = {}
+    excluded: Mapping[EdgeType, Array] = {}
+    if exclude_edges is not None:
+        num_edges = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
+        excluded = group_by_type(exclude_edges, num_edges, "edge")
+
+    endpoints = {}
     edge_ids = {}
     for etype in g.canonical_etypes:
         _, _, destination_type = etype
         nodes = seeds.get(destination_type, NO_IDS)
         exclude = excluded.get(etype, NO_IDS)
-        drawn = draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
+        edges = draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
         # The drawn edges are grouped by destination, in the order of `nodes`.
-        destinations = np.repeat(nodes, np.diff(drawn.indptr))
-        edges[etype] = torch.from_numpy(drawn.sources), torch.from_numpy(destinations)
-        edge_ids[etype] = torch.from_numpy(drawn.edge_ids)
-    graph = dgl.heterograph(edges, num_nodes_dict=node_counts, idtype=torch.int64)
+        destinations = np.repeat(nodes, np.diff(edges.indptr))
+        endpoints[etype] = torch.from_numpy(edges.sources), torch.from_numpy(destinations)
+        edge_ids[etype] = torch.from_numpy(edges.edge_ids)
+    graph = dgl.heterograph(endpoints, num_nodes_dict=num_nodes, idtype=torch.int64)
     for etype, ids in edge_ids.items():
         graph.edges[etype].data[dgl.EID] = ids
     return graph
@@ -160,10 +167,11 @@ def group_by_type(ids: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: s
             types = ", ".join(map(str, counts))
             raise ConfigError(f"the graph has several {what} types. Pass a dict of ids by type: {types}.")
         ids = {next(iter(counts)): ids}
+
     ids_by_type = {}
-    for key, values in ids.items():
-        kind = _resolve_type(key, counts, what)
-        ids_by_type[kind] = as_ids(values, counts[kind], f"the {what}s {key!r}")
+    for name, values in ids.items():
+        key = _resolve_type(name, counts, what)
+        ids_by_type[key] = as_ids(values, counts[key], f"the {what}s {name!r}")
     return ids_by_type
 
 
@@ -179,7 +187,10 @@ def read_fanouts(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) 
 
 
 def _resolve_type(key: object, types: Collection[K], what: str) -> K:
-    matches = [kind for kind in types if key == kind or (what == "edge" and key == cast("EdgeType", kind)[1])]
+    """Return the type that ``key`` names, which may be the relation of an edge type."""
+    matches = [candidate for candidate in types if candidate == key]
+    if what == "edge":
+        matches += [candidate for candidate in types if cast("EdgeType", candidate)[1] == key]
     if len(matches) != 1:
         problem = "several types are" if matches else "there is no type"
         raise ConfigError(f"{problem} {key!r} among the {what} types {', '.join(map(str, types))}")
@@ -187,8 +198,12 @@ def _resolve_type(key: object, types: Collection[K], what: str) -> K:
 
 
 def _pull_weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -> Array:
+    """Return the (e,) float64 weights of edges. Raise ConfigError if they are no numbers of at least 0."""
     data = g.edges[etype].data
-    key = data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
+    key = g.get_edge_partition_policy(etype).key(name)
+    # A tensor that was set under `name` on this rank has another key. An unknown name fails in the pull.
+    if name in data:
+        key = data[name].kvstore_key
     values: Tensor = g.kvstore.pull(key, edge_ids, phase="sampling").double()
     if values.dim() != 1:
         raise ConfigError(f"{key!r} has rows of shape {tuple(values.shape[1:])}, but weights are numbers")

@@ -39,19 +39,20 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
     Server s will have the rows ``bounds[s]:bounds[s + 1]``, each with ``row_bytes`` in the session's scratch.
     """
 
-    def check() -> None:
-        host, rows = _count_local_rows(session, bounds)
+    def check_local_memory() -> None:
+        host, num_rows = _count_local_rows(session, bounds)
+        num_bytes = num_rows * row_bytes
         # The file system of shared memory (/dev/shm) has its own limit.
-        free = shutil.disk_usage(session.scratch).free
+        free_bytes = shutil.disk_usage(session.scratch).free
         if session.scratch_in is None:
-            free = min(machine_memory()[1], free)
-        if rows * row_bytes > free:
+            free_bytes = min(machine_memory()[1], free_bytes)
+        if num_bytes > free_bytes:
             raise ConfigError(
-                f"{what} needs {rows * row_bytes / 1e9:.3f} GB for {rows} rows of {row_bytes} bytes on "
-                f"{host}, but {free / 1e9:.3f} GB are free; {remedy}"
+                f"{what} needs {num_bytes / 1e9:.3f} GB for {num_rows} rows of {row_bytes} "
+                f"bytes on {host}, but {free_bytes / 1e9:.3f} GB are free; {remedy}"
             )
 
-    run_on_all_ranks(session, check, ConfigError)
+    run_on_all_ranks(session, check_local_memory, ConfigError)
 
 
 def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
@@ -60,58 +61,61 @@ def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes:
     A strategy that holds edges calls this before it reads any. For each edge type, server s has the edges
     ``bounds[s]:bounds[s + 1]``, and each edge takes about ``edge_bytes``.
     """
-    counts = [_count_local_rows(session, bounds) for bounds in edge_bounds]
-    edges = sum(rows for _, rows in counts)
-    free = machine_memory()[1]
     # Each machine logs one message.
-    if session.is_first_on_machine and edges * edge_bytes > free:
-        log.warning(
+    if not session.is_first_on_machine:
+        return
+
+    host, num_edges = "", 0
+    for bounds in edge_bounds:
+        host, num_edges_of_type = _count_local_rows(session, bounds)
+        num_edges += num_edges_of_type
+    num_bytes = num_edges * edge_bytes
+    _, free_bytes = machine_memory()
+    if num_bytes > free_bytes:
+        message = (
             "strategy %r holds edges in memory: up to %.3f GB on %s for %d edges, but %.3f GB are free. "
-            "data_parallel and push_pull leave edges on disk.",
-            session.strategy,
-            edges * edge_bytes / 1e9,
-            counts[0][0],
-            edges,
-            free / 1e9,
         )
+        message += "data_parallel and push_pull leave edges on disk."
+        log.warning(message, session.strategy, num_bytes / 1e9, host, num_edges, free_bytes / 1e9)
 
 
 def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
-    # Returns the name of this machine, and the number of rows of its servers.
+    """Return the name of this machine, and the number of rows of its servers."""
     topology = session.topology
-    host = session.hosts[session.topology.rank]
-    servers = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
-    return host, sum(int(bounds[server + 1] - bounds[server]) for server in servers)
+    own_host = session.hosts[topology.rank]
+    hosts = zip(topology.server_of_rank, session.hosts, strict=True)
+    servers = {server for server, host in hosts if host == own_host}
+    return own_host, sum(int(bounds[server + 1] - bounds[server]) for server in servers)
 
 
 @contextmanager
 def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` that all ranks fill and rank 0 renames. All ranks call this.
 
-    It is removed if it still exists at the end. Leftovers of killed runs beside ``target`` are removed, too.
-    Raises StorageError on all ranks if rank 0 cannot make it, or if another rank does not see it.
+    If the folder still exists at the end, it is removed. Folders of killed runs beside ``target`` are
+    removed, too. Raises StorageError on all ranks if rank 0 cannot make the folder, or another rank does not
+    see it.
     """
     rank = session.topology.rank
     with ExitStack() as stack:
 
-        def make() -> str:
+        def make_folder() -> str:
             if rank != 0:
                 return ""
             with name_write_failures(target):
                 remove_abandoned(target.parent, below=False)
                 return str(stack.enter_context(partial_folder(target)))
 
-        partial = Path(broadcast_json(run_on_all_ranks(session, make), session))
-
-        def check() -> None:
-            if not partial.is_dir():
+        def check_folder() -> None:
+            if not folder.is_dir():
                 raise StorageError(
                     f"{target.parent} is not the same folder on {session.hosts[rank]} as on "
                     f"{session.hosts[0]}. Choose a folder that all machines share."
                 )
 
-        run_on_all_ranks(session, check)
-        yield partial
+        folder = Path(broadcast_json(run_on_all_ranks(session, make_folder), session))
+        run_on_all_ranks(session, check_folder)
+        yield folder
 
 
 WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
@@ -119,25 +123,26 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write rows of all ranks as ``target``. If this fails, its former content stays. All ranks call this.
+    """Write rows of all ranks into the folder ``target``. All ranks call this.
 
-    All ranks must see ``target`` under this name. Rows that were saved there before are replaced. The index
-    stores the ``facts`` of rank 0. Raises StorageError on all ranks if one cannot write or does not see the
-    folder, or if the folder holds something other than saved rows. Its content is unchanged then.
+    All ranks must see ``target`` under the same name. Rows that were saved there before are replaced. The
+    index stores the ``facts`` of rank 0. Raises StorageError on all ranks if one of them cannot write or does
+    not see the folder, or if the folder holds something other than saved rows. ``target`` is unchanged then.
     """
     is_first = session.topology.rank == 0
 
-    def finish(lines: Sequence[object]) -> None:
-        index_shares(partial, lines, facts)
+    def publish(lines: Sequence[object]) -> None:
+        index_shares(folder, lines, facts)
         with name_write_failures(target):
             # Check again, because files may have been added meanwhile.
             check_replaceable(target)
-            publish_or_replace(partial, target)
+            publish_or_replace(folder, target)
 
     run_on_all_ranks(session, lambda: check_replaceable(target) if is_first else None)
-    with open_partial_folder(session, target) as partial:
-        lines = gather_json(run_on_all_ranks(session, lambda: write_share(partial, write_own)), session)
-        run_on_all_ranks(session, lambda: finish(lines) if is_first else None)
+    with open_partial_folder(session, target) as folder:
+        own_lines = run_on_all_ranks(session, lambda: write_share(folder, write_own))
+        lines = gather_json(own_lines, session)
+        run_on_all_ranks(session, lambda: publish(lines) if is_first else None)
 
 
 def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
@@ -165,29 +170,34 @@ InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 def map_shared_rows(
     session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
 ) -> Array:
-    """Return writable rows that the ranks of the local server share. Every rank must call this.
+    """Return writable (``count``, *row) rows that the ranks of the local server share. All ranks call this.
 
-    The (``count``, *row) array, with bfloat16 as uint16, is freed when no rank holds it any more.
-    ``file_name`` is unused in the session's ``scratch`` and the same on the ranks of a server. Without
-    ``init`` rows are 0. Raises ConfigError on all ranks if memory is short on one, or if ``init`` raised or
+    bfloat16 is stored as uint16. Without ``init`` rows are 0. The memory is freed when no rank holds the
+    array any more. ``file_name`` is unused in the session's ``scratch`` and the same on the ranks of a
+    server. Raises ConfigError on all ranks if memory is short on one of them, or if ``init`` raised or
     returned another shape or dtype.
     """
     path = session.scratch / file_name
-    problem = _create_file(path, count, info, init) if session.topology.local_rank == 0 else ""
-    problems = [text for text in gather_json(problem, session) if text]
-    if problems:
-        path.unlink(missing_ok=True)
-        raise ConfigError(problems[0])
+    is_leader = session.topology.local_rank == 0
+    problem = ""
+    if is_leader:
+        problem = _create_file(path, count, info, init)
+    for text in gather_json(problem, session):
+        if text:
+            path.unlink(missing_ok=True)
+            raise ConfigError(text)
+
     rows = _map_file(path, count, info)
     barrier(session, f"opening {file_name}")
-    if session.topology.local_rank == 0:
+    if is_leader:
         # Without a name the file is freed when the last rank drops it, however that rank ends.
         path.unlink()
     return rows
 
 
 def _create_file(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
-    """Create and fill the file. Return an error for all ranks, or ""."""
+    """Create and fill the file. Return the text of an error, or "" if there was none."""
+    # A file of 0 bytes cannot be mapped.
     num_bytes = max(1, count * math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize)
     try:
         with path.open("xb") as file:
@@ -197,13 +207,15 @@ def _create_file(path: Path, count: int, info: ColumnInfo, init: InitRows | None
             rows = _map_file(path, count, info)
             rows[...] = _compute_first_values(init, rows, info)
     except OSError as error:
-        return f"{path} cannot be made with {num_bytes} bytes ({error}). Free memory or use smaller tensors."
+        problem = f"{path} cannot be made with {num_bytes} bytes ({error})"
+        return f"{problem}. Free memory or use smaller tensors."
     except DglxError as error:
         return str(error)
     return ""
 
 
 def _compute_first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
+    """Return the rows that ``init`` computes. Raise ConfigError if it raises or the rows do not fit."""
     shape = rows.shape
     dtype = torch_dtype(info.dtype)
     try:

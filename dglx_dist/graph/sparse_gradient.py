@@ -18,14 +18,14 @@ AHEAD = 4
 
 
 class RowSum(NamedTuple):
-    """The gradient of k rows of an embedding: ``weight * rows[places]``."""
+    """The gradient of k rows of an embedding: ``weight * rows[indices]``."""
 
     ids: Array
     """(k,) int64 distinct ids. In kernels that update rows they are counted from the owner's first row."""
     rows: Array
     """(n, d) float32 or float64 rows."""
-    places: Array
-    """(k,) int64 places in [0, n): the row of each id."""
+    indices: Array
+    """(k,) int64 indices in [0, n): the row of each id."""
     weight: float = 1.0
 
     def compact(self) -> RowSum:
@@ -41,55 +41,56 @@ def make_row_sum(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
 
 
 def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
-    """Add up gradients of one embedding. The result has one row for each id of any of them.
+    """Add up one or more gradients of one embedding. The result has one row for each distinct id.
 
-    ``gradients`` has at least one entry. Rows of an id are added in this order, so that the rounding is the
-    same on every run. A single gradient is returned as it is.
+    Rows of an id are added in the order of the gradients, so that the rounding is the same on every run.
     """
     if len(gradients) == 1:
         return gradients[0]
+
     ids, slots = number_distinct(np.concatenate([gradient.ids for gradient in gradients]))
     rows = np.empty((len(ids), gradients[0].rows.shape[1]), gradients[0].rows.dtype)
-    start = num_used = 0
+    start = num_filled = 0
     for gradient in gradients:
         end = start + len(gradient.ids)
-        num_used = _add(gradient, slots[start:end], rows, num_used)
+        num_filled = _add(gradient, slots[start:end], rows, num_filled)
         start = end
     return make_row_sum(ids, rows)
 
 
 @njit(cache=True, nogil=True)
-def _add(gradient: RowSum, slots: Array, out: Array, num_used: int) -> int:
-    """Add ``gradient`` to the rows ``slots`` of ``out``, and return the number of rows in use afterwards.
+def _add(gradient: RowSum, slots: Array, out: Array, num_filled: int) -> int:
+    """Add ``gradient`` to the rows ``slots`` of ``out``. Return the number of rows that are filled now.
 
-    ``out`` is not initialised. Its first ``num_used`` rows are in use. Slots are numbered by appearance, so a
-    new one is always the next row, which is overwritten.
+    Only the first ``num_filled`` rows of ``out`` have values before the call. Slots are numbered by
+    appearance, so a slot without values is always the next row.
     """
     factor = out.dtype.type(gradient.weight)
     for k in range(len(slots)):
-        slot, source = np.uint64(slots[k]), np.uint64(gradient.places[k])
-        if slots[k] == num_used:
-            num_used += 1
+        slot, source = np.uint64(slots[k]), np.uint64(gradient.indices[k])
+        if slots[k] == num_filled:
+            # This is the first gradient of the id, so the uninitialised row is overwritten.
+            num_filled += 1
             for column in range(out.shape[1]):
                 out[slot, np.uint64(column)] = factor * gradient.rows[source, np.uint64(column)]
         else:
             for column in range(out.shape[1]):
                 out[slot, np.uint64(column)] += factor * gradient.rows[source, np.uint64(column)]
-    return num_used
+    return num_filled
 
 
 # Kernels of updates. (k,) int64 ``targets`` are distinct rows of (n, d) ``weight``, one for each gradient.
-# ``gradient.ids`` are the rows of the states. This error model does not check every division for 0, which
-# lets loops be vectorised. Each divisor includes eps.
+# ``gradient.ids`` are the rows of the states. The error model "numpy" does not check divisions for 0, so that
+# loops are vectorised. Each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_sgd(
     weight: Array, targets: Array, _states: tuple[()], gradient: RowSum, constants: tuple[float]
 ) -> None:
     """Apply ``w -= rate * g``. ``constants`` are (rate,)."""
-    kind = weight.dtype.type
-    step, factor = kind(constants[0]), kind(gradient.weight)
+    dtype = weight.dtype.type
+    step, factor = dtype(constants[0]), dtype(gradient.weight)
     for k in range(len(targets)):
-        row, source = np.uint64(targets[k]), np.uint64(gradient.places[k])
+        row, source = np.uint64(targets[k]), np.uint64(gradient.indices[k])
         for number in range(weight.shape[1]):
             column = np.uint64(number)
             weight[row, column] -= step * (factor * gradient.rows[source, column])
@@ -100,44 +101,42 @@ def update_adagrad(
     weight: Array, targets: Array, states: tuple[Array], gradient: RowSum, constants: tuple[float, float]
 ) -> None:
     """Apply ``s += g^2; w -= rate * g / (sqrt(s) + eps)``. ``constants`` are (rate, eps)."""
-    kind, state_rows, total = weight.dtype.type, gradient.ids, states[0]
-    step, small, factor = kind(constants[0]), kind(constants[1]), kind(gradient.weight)
+    dtype, state_rows, total = weight.dtype.type, gradient.ids, states[0]
+    step, eps, factor = dtype(constants[0]), dtype(constants[1]), dtype(gradient.weight)
     last = len(targets) - 1
+
     for k in range(len(targets)):
         read_ahead(weight, targets[min(k + AHEAD, last)])
         read_ahead(total, state_rows[min(k + AHEAD, last)])
         row, state = np.uint64(targets[k]), np.uint64(state_rows[k])
-        source = np.uint64(gradient.places[k])
+        source = np.uint64(gradient.indices[k])
         for number in range(weight.shape[1]):
             column = np.uint64(number)
             g = factor * gradient.rows[source, column]
             s = total[state, column] + g * g
             total[state, column] = s
-            weight[row, column] -= step * g / (np.sqrt(s) + small)
+            weight[row, column] -= step * g / (np.sqrt(s) + eps)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_adam(
-    weight: Array,
-    targets: Array,
-    states: tuple[Array, Array],
-    gradient: RowSum,
-    constants: tuple[float, ...],
+    weight: Array, targets: Array, states: tuple[Array, Array], gradient: RowSum, constants: tuple[float, ...]
 ) -> None:
     """Apply ``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
     ``constants`` are (rate, a, b, eps). The rate corrects both moments for their start at 0.
     """
-    kind, state_rows, mean, square = weight.dtype.type, gradient.ids, states[0], states[1]
-    step, gain_mean = kind(constants[0]), kind(constants[1])
-    gain_square, small = kind(constants[2]), kind(constants[3])
-    factor, last = kind(gradient.weight), len(targets) - 1
+    dtype, state_rows, mean, square = weight.dtype.type, gradient.ids, states[0], states[1]
+    step, gain_mean = dtype(constants[0]), dtype(constants[1])
+    gain_square, eps = dtype(constants[2]), dtype(constants[3])
+    factor, last = dtype(gradient.weight), len(targets) - 1
+
     for k in range(len(targets)):
         read_ahead(weight, targets[min(k + AHEAD, last)])
         read_ahead(mean, state_rows[min(k + AHEAD, last)])
         read_ahead(square, state_rows[min(k + AHEAD, last)])
         row, state = np.uint64(targets[k]), np.uint64(state_rows[k])
-        source = np.uint64(gradient.places[k])
+        source = np.uint64(gradient.indices[k])
         for number in range(weight.shape[1]):
             column = np.uint64(number)
             g = factor * gradient.rows[source, column]
@@ -145,7 +144,7 @@ def update_adam(
             v = square[state, column] + gain_square * (g * g - square[state, column])
             mean[state, column] = m
             square[state, column] = v
-            weight[row, column] -= step * m / (np.sqrt(v) + small)
+            weight[row, column] -= step * m / (np.sqrt(v) + eps)
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -168,8 +167,8 @@ class RowGradient:
 def compute_weight(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
     """Return the factor of a rank's gradient in the sum over ranks.
 
-    It is n_local / n_global for a mean and 1 for a sum. It is 0 on a rank without targets, whatever its loss
-    is (the gradient rule, docs/development/contracts.md). ``share`` has the numbers of targets of the step on
+    The factor is n_local / n_global for a mean and 1 for a sum. On a rank without targets, the factor is 0
+    (the gradient rule, docs/development/contracts.md). ``share`` has the numbers of targets of the step on
     this rank and on all ranks. Raises ConfigError if a mean needs them and ``share`` is None.
     """
     if share is not None and share.num_local == 0:
@@ -190,11 +189,15 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
 def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
     """Return this rank's contribution to the gradient of a step, or None if no weight is above 0.
 
-    ``gradients`` are in the order of the backward passes. Raises ConfigError if the weight of one is unknown.
+    ``gradients`` are in the order of the backward passes. Raises ConfigError if a weight is unknown.
     """
-    weighted = [(gradient, compute_weight(gradient.share, reduction, world_size)) for gradient in gradients]
-    # Gradients with weight 0 are left out instead of multiplied, because a mean over no targets is NaN.
-    return sum_weighted([(gradient, weight) for gradient, weight in weighted if weight > 0.0])
+    weighted = []
+    for gradient in gradients:
+        weight = compute_weight(gradient.share, reduction, world_size)
+        # Gradients with weight 0 are left out instead of multiplied, because a mean over no targets is NaN.
+        if weight > 0.0:
+            weighted.append((gradient, weight))
+    return sum_weighted(weighted)
 
 
 def sum_weighted(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:

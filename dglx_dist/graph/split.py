@@ -39,10 +39,9 @@ def node_split(
             that was opened last.
         ntype: Type of the nodes. The default is the type of the column.
         rank: Rank of the share. The default is this rank.
-        force_even: Whether shares differ by at most one over all ranks. The marked nodes are then cut into
-            runs of ids, one per server, so that a few may belong to another server. Otherwise each server
-            divides its own nodes. Within a server they are assigned at random with the number of the server
-            as seed.
+        force_even: Whether shares differ by at most one over all ranks. Each server then gets a run of the
+            marked nodes, and may own only some of them. Otherwise each server divides its own nodes. Within a
+            server, nodes are assigned at random with the number of the server as seed.
         node_trainer_ids: (N,) preferred rank of each node, numbered over all ranks or a multiple of them,
             such as ``g.ndata["trainer_id"]`` of a graph that was cut for trainers. A server respects them as
             far as the shares stay even.
@@ -51,8 +50,7 @@ def node_split(
         (n,) int64 ids, ascending.
 
     Raises:
-        ConfigError: ``nodes`` is neither a mask nor ids or could be both, no graph is open, or the type is
-            unknown.
+        ConfigError: ``nodes`` is no mask or list of ids, no graph is open, or the type is unknown.
         IndexError: an id is out of range.
     """
     book = _find_book(nodes, partition_book)
@@ -95,6 +93,7 @@ def read_marked_ids(marked: Marked, count: int) -> Array:
         ConfigError: ``marked`` is neither a mask nor ids, could be both, or contains repeated ids.
         IndexError: an id is out of range.
     """
+    # The servers send one bit per row of a distributed mask. Other tensors are read as a whole.
     if isinstance(marked, DistTensor) and marked.dtype == torch.bool and marked.shape == (count,):
         return marked.kvstore.nonzero(marked.kvstore_key)
     values = _read_values(marked)
@@ -108,6 +107,7 @@ def read_marked_ids(marked: Marked, count: int) -> Array:
         return np.empty(0, dtype=np.int64)
     if values.dtype.kind not in "iu":
         raise ConfigError(f"the marked rows are {values.dtype}. Use a bool mask or integer ids.")
+
     looks_like_mask = len(values) == count and values.min() >= 0 and values.max() <= 1
     ids = np.unique(values.astype(np.int64))
     if looks_like_mask and len(ids) < len(values):
@@ -115,8 +115,9 @@ def read_marked_ids(marked: Marked, count: int) -> Array:
     if looks_like_mask:
         raise ConfigError(f"{values.tolist()} over {count} rows could be a mask or ids. Use a bool mask.")
     check_ids(values.astype(np.int64), count, "the rows to split")
-    if len(ids) < len(values):
-        raise ConfigError(f"{len(values) - len(ids)} of the {len(values)} ids are repeated. Pass each once.")
+    num_repeated = len(values) - len(ids)
+    if num_repeated:
+        raise ConfigError(f"{num_repeated} of the {len(values)} ids are repeated. Pass each once.")
     return ids
 
 
@@ -128,36 +129,46 @@ def _split(
     force_even: bool,
     trainer_ids: DistTensor | Tensor | Array | None,
 ) -> Tensor:
-    """Return the ids of this rank's share of the marked nodes or edges, see :func:`node_split`.
+    """Return a rank's share of the marked nodes or edges. The arguments are those of :func:`node_split`.
 
-    ``bounds`` are the first ids of the servers. Without ``rank``, it is that of the session.
+    Server s owns the ids ``bounds[s]:bounds[s + 1]``. The default of ``rank`` is the rank of the session.
     """
     session = marked.kvstore.session if isinstance(marked, DistTensor) else current_session()
     topology = session.topology
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
-    count = int(bounds[-1])
-    world_size = topology.world_size
-    ids = read_marked_ids(marked, count)
-    preferred = None
+    num_rows = int(bounds[-1])
+    ids = read_marked_ids(marked, num_rows)
+    preferred_ranks = None
     if trainer_ids is not None:
-        trainers = _read_values(trainer_ids)
-        if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
-            raise ConfigError(
-                f"the trainer ids are {trainers.dtype} of shape {trainers.shape}. Use one integer for each "
-                f"of the {count} rows."
-            )
-        # The last trainers may have no row of this type, so the largest id does not give their number.
-        is_of_dataset = isinstance(trainer_ids, DistTensor) and trainer_ids.name == TRAINER_ID
-        num_known_trainers = book.num_trainers if is_of_dataset and book.num_trainers else 0
-        num_trainers = max(world_size, num_known_trainers, int(trainers.max(initial=-1)) + 1)
-        if num_trainers % world_size:
-            raise ConfigError(
-                f"trainer ids go up to {num_trainers - 1} but there are {world_size} ranks. Partition for a "
-                "multiple of the ranks, or leave the trainer ids out."
-            )
-        preferred = trainers[ids].astype(np.int64) * world_size // num_trainers
-    return torch.from_numpy(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred))
+        num_ranks = topology.world_size
+        trainers, num_trainers = _read_trainers(trainer_ids, book, num_rows, num_ranks)
+        preferred_ranks = trainers[ids].astype(np.int64) * num_ranks // num_trainers
+    share = split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred_ranks)
+    return torch.from_numpy(share)
+
+
+def _read_trainers(
+    trainer_ids: DistTensor | Tensor | Array, book: PartitionBook, num_rows: int, num_ranks: int
+) -> tuple[Array, int]:
+    """Return the (N,) trainer of each row, and the number of trainers, which is a multiple of the ranks."""
+    trainers = _read_values(trainer_ids)
+    if trainers.shape != (num_rows,) or trainers.dtype.kind not in "iu":
+        raise ConfigError(
+            f"the trainer ids are {trainers.dtype} of shape {trainers.shape}. Use one integer "
+            f"for each of the {num_rows} rows."
+        )
+    num_trainers = max(num_ranks, int(trainers.max(initial=-1)) + 1)
+    # The last trainers may have no row of this type. The book knows how many the dataset was cut for.
+    is_of_dataset = isinstance(trainer_ids, DistTensor) and trainer_ids.name == TRAINER_ID
+    if is_of_dataset and book.num_trainers is not None:
+        num_trainers = max(num_trainers, book.num_trainers)
+    if num_trainers % num_ranks:
+        raise ConfigError(
+            f"trainer ids go up to {num_trainers - 1} but there are {num_ranks} ranks. "
+            "Partition for a multiple of the ranks, or leave the trainer ids out."
+        )
+    return trainers, num_trainers
 
 
 def _read_values(marked: Marked) -> Array:

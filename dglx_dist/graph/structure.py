@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -19,7 +20,7 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class CSCShard:
-    """In-edges of consecutive destinations; what a compiled kernel reads."""
+    """In-edges of consecutive destinations, for compiled kernels."""
 
     indptr: Array
     """(n + 1,) int64 row starts, beginning with 0."""
@@ -77,19 +78,21 @@ class Piece:
     """(P,) int64 positions among the requested nodes, sorted by node."""
 
 
-def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
-    """Return the in-edges of ``count`` requested nodes. Each node is in exactly one of ``pieces``."""
-    sizes = np.zeros(count, dtype=np.int64)
+def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
+    """Return the in-edges of ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
+    degrees = np.zeros(num_nodes, dtype=np.int64)
     for piece in pieces:
-        counts = np.diff(piece.edges.indptr)
-        spread_rows(counts, sizes, piece.starts, piece.positions, 0, len(counts))
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        sizes = np.diff(piece.edges.indptr)
+        spread_rows(sizes, degrees, piece.starts, piece.positions, 0, len(sizes))
+
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
     sources = np.empty(indptr[-1], np.int64)
     edge_ids = np.empty(indptr[-1], np.int64)
     for piece in pieces:
         edges = piece.edges
-        _copy_to_positions(edges.indptr, edges.sources, piece.starts, piece.positions, indptr, sources)
-        _copy_to_positions(edges.indptr, edges.edge_ids, piece.starts, piece.positions, indptr, edge_ids)
+        targets = piece.starts, piece.positions, indptr
+        _copy_to_positions(edges.indptr, edges.sources, *targets, sources)
+        _copy_to_positions(edges.indptr, edges.edge_ids, *targets, edge_ids)
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
@@ -104,31 +107,38 @@ def from_wire(
 ) -> InEdges:
     """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
 
-    Compiled code uses the result as indices without checks. Raises ValueError if the answer has other nodes,
-    sources outside [0, ``num_sources``), or edges outside ``edge_range`` (first, last + 1).
+    Raises ValueError if the answer has other nodes, sources outside [0, ``num_sources``), or edges outside
+    ``edge_range``, which holds the first id and the end of the ids.
     """
+    # All values are checked, because compiled code uses them as indices without checks.
     sources, destinations, edge_ids = arrays
     if any(array.dtype != np.int64 or array.shape != (len(sources),) for array in arrays):
         descriptions = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
         raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {descriptions}")
-    first = int(edge_range[0])
-    last = int(edge_range[1])
-    for name, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
-        if (position := find_first_outside(ids - start, stop - start)) >= 0:
-            raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {start} to {stop - 1}")
+
+    _check_answer_ids("source", sources, 0, num_sources)
+    _check_answer_ids("edge", edge_ids, int(edge_range[0]), int(edge_range[1]))
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
     if _find_row_starts(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
+def _check_answer_ids(name: str, ids: Array, first: int, end: int) -> None:
+    """Raise ValueError if one of ``ids`` is outside [``first``, ``end``)."""
+    position = find_first_outside(ids - first, end - first)
+    if position >= 0:
+        raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {first} to {end - 1}")
+
+
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
     """Return all in-edges of the (k,) int64 ``nodes``, for each node ascending by edge id."""
     rows = nodes - shard.first_node
     starts = shard.indptr[rows]
-    counts = shard.indptr[rows + 1] - shard.indptr[rows]
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], counts)
+    degrees = shard.indptr[rows + 1] - starts
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
+    # Result index i of a node lies as far from the node's start in the result as its edge from `starts`.
+    edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], degrees)
     sources = shard.indices[edges].astype(np.int64)
     return InEdges(indptr=indptr, sources=sources, edge_ids=edges + shard.first_edge)
 
@@ -136,12 +146,12 @@ def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude:
 def count_sources(
     shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
 ) -> Array:
-    """Return the (N,) int64 number of edges of each source, to all destinations or to (first, end)."""
+    """Return the (N,) number of edges of each source, to all destinations or to the range ``nodes``."""
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
-        local_range = shard.first_node, shard.last_node
-        begin, stop = np.clip(nodes or local_range, *local_range) - shard.first_node
-        _count(shard.indices[shard.indptr[begin] : shard.indptr[stop]], counts)
+        shard_range = shard.first_node, shard.last_node
+        begin, end = np.clip(nodes or shard_range, *shard_range) - shard.first_node
+        _count(shard.indices[shard.indptr[begin] : shard.indptr[end]], counts)
     return counts
 
 
@@ -157,8 +167,8 @@ def _copy_to_positions(
 ) -> None:
     """Copy the edge values of each node to all of its positions among the requested nodes, see `Piece`."""
     for node in range(len(indptr) - 1):
-        for index in range(starts[node], starts[node + 1]):
-            index = out_ptr[positions[index]]
+        for request in range(starts[node], starts[node + 1]):
+            index = out_ptr[positions[request]]
             for edge in range(indptr[node], indptr[node + 1]):
                 out[index] = values[edge]
                 index += 1
@@ -247,10 +257,13 @@ class Structure:
             dead or silent, and RemoteError if an owner cannot answer.
         """
         draw = self._get_draw(op)
-        remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
-        return lambda: join_pieces(
-            len(nodes), [*self._draw_pieces(draw, nodes, parameters, exclude), *remote()]
-        )
+        wait_for_remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
+
+        def wait() -> InEdges:
+            local_pieces = self._draw_pieces(draw, nodes, parameters, exclude)
+            return join_pieces(len(nodes), [*local_pieces, *wait_for_remote()])
+
+        return wait
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
         """Return in-edges of the (K,) int64 ``nodes``. ``options`` are those of :meth:`submit`."""
@@ -260,10 +273,7 @@ class Structure:
         """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) int64 number of in-edges of existing destinations.
-
-        With ``outside``, only edges with a source outside this half-open range count.
-        """
+        """Return the (K,) int64 in-degrees of nodes. ``outside`` is a range of sources that do not count."""
         return self._count_in_edges(nodes, outside)[0]
 
     def out_degrees(self, nodes: Array) -> Array:
@@ -285,11 +295,13 @@ class Structure:
         return self._draws[op]
 
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
+        """Return the in-edges that ``draw`` returns for the local ones of ``nodes``."""
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
             if len(positions):
                 edges = draw(shard, nodes[positions], parameters, exclude)
-                pieces.append(Piece(edges=edges, starts=np.arange(len(positions) + 1), positions=positions))
+                starts = np.arange(len(positions) + 1)
+                pieces.append(Piece(edges=edges, starts=starts, positions=positions))
         return pieces
 
     def _find_local_nodes(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
@@ -297,18 +309,18 @@ class Structure:
             yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
 
     def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
-        """Return [(K,) int64 in-edges of each node], 0 for nodes that are not local."""
-        out = np.zeros(len(nodes), dtype=np.int64)
+        """Return a list of one (K,) int64 array: the in-degrees of ``nodes``, 0 if a node is not local."""
+        degrees = np.zeros(len(nodes), dtype=np.int64)
         for shard, positions in self._find_local_nodes(nodes):
             rows = nodes[positions] - shard.first_node
             if outside is None:
-                out[positions] = shard.indptr[rows + 1] - shard.indptr[rows]
+                degrees[positions] = shard.indptr[rows + 1] - shard.indptr[rows]
             else:
-                out[positions] = _count_outside(shard.indptr, shard.indices, rows, *outside)
-        return [out]
+                degrees[positions] = _count_outside(shard.indptr, shard.indices, rows, *outside)
+        return [degrees]
 
     def _count_out_edges(self, nodes: Array) -> Sequence[Array]:
-        """Return [(K,) int64 out-edges of each node that end at a local node]."""
+        """Return a list of one (K,) int64 array: for each node, the number of its edges to local nodes."""
         if self._local_out_degrees is None:
             # Count at the first request and not earlier, because counting reads every edge.
             self._local_out_degrees = count_sources(self.shards, self.num_sources)
@@ -319,16 +331,19 @@ class Structure:
         sources = np.zeros(len(edge_ids), dtype=np.int64)
         destinations = np.zeros(len(edge_ids), dtype=np.int64)
         for shard in self.shards:
-            indices = np.flatnonzero((edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge))
-            edges = edge_ids[indices] - shard.first_edge
-            sources[indices] = shard.indices[edges]
-            destinations[indices] = shard.first_node + np.searchsorted(shard.indptr, edges, side="right") - 1
+            is_local = (edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge)
+            positions = np.flatnonzero(is_local)
+            edges = edge_ids[positions] - shard.first_edge
+            # Search from the right. Nodes without edges start at the same edge as the next node.
+            rows = np.searchsorted(shard.indptr, edges, side="right") - 1
+            sources[positions] = shard.indices[edges]
+            destinations[positions] = shard.first_node + rows
         return [sources, destinations]
 
 
 @final
 class ReplicatedStructure(Structure):
-    """The complete structure in this server's memory. Indices of edges are edge ids. Nothing is sent."""
+    """The complete structure in the memory of each server. The index of an edge is its id."""
 
     is_replicated = True
 
@@ -341,10 +356,10 @@ class ReplicatedStructure(Structure):
 
 @final
 class PartitionedStructure(Structure):
-    """The local server's parts in memory. Other servers are asked by one-sided calls.
+    """The local server's parts in memory. In-edges of other parts come from their servers by one-sided calls.
 
     The constructor is collective. It raises StorageError on all ranks if a part cannot be opened on its
-    server. ``label`` is a unique name in the session and the same on all ranks.
+    server. All ranks pass the same ``label``, which is unique in the session.
     """
 
     is_replicated = False
@@ -355,9 +370,9 @@ class PartitionedStructure(Structure):
         manifest = dataset.manifest
         node_offsets = manifest.node_offsets[etype[2]]
         edge_offsets = manifest.edge_offsets[etype]
-        shards = run_on_all_ranks(
-            session,
-            lambda: tuple(
+
+        def open_shards() -> tuple[CSCShard, ...]:
+            return tuple(
                 CSCShard(
                     indptr=dataset.part(part).indptr(etype),
                     indices=dataset.part(part).indices(etype),
@@ -365,8 +380,9 @@ class PartitionedStructure(Structure):
                     first_edge=int(edge_offsets[part]),
                 )
                 for part in placement.local_parts
-            ),
-        )
+            )
+
+        shards = run_on_all_ranks(session, open_shards)
         super().__init__(etype, manifest.num_nodes(etype[0]), shards)
         self._node_bounds = placement.server_offsets(node_offsets)
         self._edge_bounds = placement.server_offsets(edge_offsets)
@@ -388,32 +404,31 @@ class PartitionedStructure(Structure):
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
-        """Request the in-edges of nodes of other servers. Return a function that waits for the answers.
+        """Request the in-edges of nodes of other servers. The parameters are those of :meth:`submit`.
 
-        Its result has one piece for each rank that was asked. The parameters are those of :meth:`submit`.
+        Return a function that waits for the answers and returns one piece for each request.
         """
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
+        submit = self._session.rpc.submit
         calls = []
-        for rank, first, last in plan.requests(self._placement.serving_ranks):
+        for rank, first, end in plan.requests(self._placement.serving_ranks):
             server = self._placement.topology.server_of_rank[rank]
             edge_range = self._edge_bounds[server : server + 2]
-            begin, end = np.searchsorted(exclude, edge_range)
-            # Send no second array if no edge is excluded.
-            excluded = [exclude[begin:end]] if end > begin else []
-            arrays = [plan.ids[first:last], *excluded]
-            submit = self._session.rpc.submit
+            arrays = [plan.ids[first:end]]
+            first_excluded, end_excluded = np.searchsorted(exclude, edge_range)
+            # Without an excluded edge of the server, the request has one array only.
+            if end_excluded > first_excluded:
+                arrays.append(exclude[first_excluded:end_excluded])
             call = submit(rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer)
-            calls.append((call, first, last, edge_range))
+            calls.append((call, first, end, edge_range))
 
         def wait() -> list[Piece]:
-            return [
-                Piece(
-                    edges=from_wire(plan.ids[first:last], call.result(), self.num_sources, edge_range),
-                    starts=plan.starts[first : last + 1],
-                    positions=plan.positions,
-                )
-                for call, first, last, edge_range in calls
-            ]
+            pieces = []
+            for call, first, end, edge_range in calls:
+                edges = from_wire(plan.ids[first:end], call.result(), self.num_sources, edge_range)
+                starts = plan.starts[first : end + 1]
+                pieces.append(Piece(edges=edges, starts=starts, positions=plan.positions))
+            return pieces
 
         return wait
 
@@ -423,38 +438,37 @@ class PartitionedStructure(Structure):
         self._ops.clear()
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        parameters = " ".join(map(str, outside or ()))
-        pending = self._submit_to_owners(
-            "in_degrees", nodes, self._node_bounds, lambda ids: self._count_in_edges(ids, outside), parameters
-        )
-        return pending()[0]
+        parameters = ""
+        if outside is not None:
+            parameters = f"{outside[0]} {outside[1]}"
+        count_local = partial(self._count_in_edges, outside=outside)
+        wait = self._submit_to_owners("in_degrees", nodes, self._node_bounds, count_local, parameters)
+        return wait()[0]
 
     def _answer_in_degrees(self, parameters: str, arrays: Sequence[Array]) -> list[Array]:
-        first, last = map(int, parameters.split() or (0, 0))
-        return [*self._count_in_edges(arrays[0], (first, last) if parameters else None)]
+        outside = None
+        if parameters:
+            first, end = parameters.split()
+            outside = int(first), int(end)
+        return [*self._count_in_edges(arrays[0], outside)]
 
     def out_degrees(self, nodes: Array) -> Array:
-        # This asks every server, because out-edges are stored with their destinations.
-        calls = [
-            self._session.rpc.submit(rank, self._name_op("out_degrees"), "", [nodes], phase="structure")
-            for rank in self._placement.serving_ranks
-            if rank != self._placement.topology.rank
-        ]
-        total = self._count_out_edges(nodes)[0]
-        return sum((call.result()[0] for call in calls), total)
+        # Every server is asked, because out-edges are stored with their destinations.
+        op = self._name_op("out_degrees")
+        own_rank = self._placement.topology.rank
+        other_ranks = [rank for rank in self._placement.serving_ranks if rank != own_rank]
+        submit = self._session.rpc.submit
+        calls = [submit(rank, op, "", [nodes], phase="structure") for rank in other_ranks]
+        (degrees,) = self._count_out_edges(nodes)
+        return sum((call.result()[0] for call in calls), degrees)
 
     def submit_find_edges(self, edge_ids: Array) -> PendingAnswers:
         return self._submit_to_owners("find_edges", edge_ids, self._edge_bounds, self._find_edges)
 
     def _submit_to_owners(
-        self,
-        op: str,
-        ids: Array,
-        bounds: Array,
-        compute: Callable[[Array], Any],
-        parameters: str = "",
+        self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Any], parameters: str = ""
     ) -> PendingAnswers:
-        """Ask ``op`` of the servers that own ``ids``. It answers there as ``compute`` does here.
+        """Call ``op`` on the servers that own ``ids``. For local ids, ``compute`` gives the answers.
 
         Sends 8 bytes per distinct remote id and receives 8 bytes per answer. The returned function waits for
         as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
@@ -463,21 +477,21 @@ class PartitionedStructure(Structure):
         plan = plan_remote(ids, bounds, server)
         submit = self._session.rpc.submit
         op = self._name_op(op)
-        calls = [
-            (submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
-            for rank, first, last in plan.requests(self._placement.serving_ranks)
-        ]
+        calls = []
+        for rank, first, end in plan.requests(self._placement.serving_ranks):
+            call = submit(rank, op, parameters, [plan.ids[first:end]], phase="structure")
+            calls.append((call, first, end))
 
         def wait() -> list[Array]:
-            local_positions = np.flatnonzero((ids >= bounds[server]) & (ids < bounds[server + 1]))
-            answers = compute(ids[local_positions])
-            out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
-            for column, values in zip(out, answers, strict=True):
-                column[local_positions] = values
-            for pending, first, last in calls:
-                for column, values in zip(out, pending.result(), strict=True):
-                    spread_rows(values, column, plan.starts, plan.positions, first, last)
-            return out
+            is_local = (ids >= bounds[server]) & (ids < bounds[server + 1])
+            local_answers = compute(ids[is_local])
+            results = [np.empty(len(ids), dtype=np.int64) for _ in local_answers]
+            for result, values in zip(results, local_answers, strict=True):
+                result[is_local] = values
+            for call, first, end in calls:
+                for result, values in zip(results, call.result(), strict=True):
+                    spread_rows(values, result, plan.starts, plan.positions, first, end)
+            return results
 
         return wait
 
@@ -492,11 +506,12 @@ class PartitionedStructure(Structure):
             exclude = arrays[1] if len(arrays) > 1 else NO_EDGES
             server = self._placement.topology.server
             first = self._node_bounds[server]
-            last = self._node_bounds[server + 1]
-            if len(nodes) and (nodes.min() < first or nodes.max() >= last):
-                raise IndexError(f"server {server} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
-            edges = join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))
-            return to_wire(nodes, edges)
+            end = self._node_bounds[server + 1]
+            if len(nodes) and (nodes.min() < first or nodes.max() >= end):
+                raise IndexError(f"server {server} owns the nodes {first} to {end - 1} of {self.etype[2]!r}")
+
+            pieces = self._draw_pieces(draw, nodes, parameters, exclude)
+            return to_wire(nodes, join_pieces(len(nodes), pieces))
 
         self._register(op, answer)
 

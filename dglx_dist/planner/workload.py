@@ -284,7 +284,7 @@ def simulate_look_ahead(
         extra = max(extra, waiting + rows.num_bytes)
         waiting = waiting - batch.num_bytes
         store(rows.rows)
-        batch.hits = len(plan.hit_places)
+        batch.hits = len(plan.hit_positions)
 
     for epoch in epochs:
         rows.claim()

@@ -51,8 +51,8 @@ class Loader:
         assert self.announced > self.done or self.announce_more()
         ids = self.batches[self.done]
         plan = plan_remote(ids, BOUNDS, 0, self.rows.table, distinct=True)
-        assert self.rows.rows[plan.hit_slots].tolist() == ids[plan.hit_places].tolist()
-        assert len(plan.hit_places) + len(plan.ids) == np.count_nonzero(ids >= OWN[1])
+        assert self.rows.rows[plan.hit_slots].tolist() == ids[plan.hit_positions].tolist()
+        assert len(plan.hit_positions) + len(plan.ids) == np.count_nonzero(ids >= OWN[1])
         self.fetched += len(plan.ids)
         self.rows.admit(plan)(ids)
         self.done += 1
