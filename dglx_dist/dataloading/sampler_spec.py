@@ -11,6 +11,7 @@ from dgl.dataloading import BlockSampler, EdgePredictionSampler, LaborSampler, N
 
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler import SourceDraws
+from dglx_dist.dataloading.temporal import TemporalNeighborSampler
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import view_as_numpy
 from dglx_dist.graph.structure import Structure
@@ -28,8 +29,9 @@ Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
 """Names of columns of the only type, or a dict of them by type."""
 
 _SUPPORTED = (
-    "Use dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler or a subclass of "
-    "BlockSampler with a sample_blocks that calls g.sample_neighbors."
+    "Use dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, "
+    "dx.TemporalNeighborSampler, or a subclass of BlockSampler with a sample_blocks that calls "
+    "g.sample_neighbors."
 )
 
 
@@ -45,6 +47,8 @@ class SamplePlan:
     """Edge column of the unnormalised probabilities. None draws uniformly."""
     by_source: SourceDraws | None = None
     """Options of LABOR."""
+    temporal: TemporalNeighborSampler | None = None
+    """The sampler, if it samples by time."""
     node_feats: Names = ()
     """Node columns for the sources of the first block."""
     labels: Names = ()
@@ -112,6 +116,8 @@ def read_sampler(sampler: object) -> SamplePlan:
         labels=read_column_names(sampler.prefetch_labels, "prefetch_labels"),
         edge_feats=read_column_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
     )
+    if isinstance(sampler, TemporalNeighborSampler):
+        return replace(plan, fanouts=_read_fanouts(sampler.fanouts), temporal=sampler)
     if not _is_stock(sampler):
         if isinstance(sampler, LaborSampler):
             raise ConfigError(

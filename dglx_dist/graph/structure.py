@@ -13,7 +13,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.row_kernels import find_first_outside, plan_remote, spread_rows
+from dglx_dist.graph.row_kernels import MAX_IDS, find_first_outside, plan_remote, spread_rows
 from dglx_dist.records import Array, EdgeType
 
 
@@ -63,7 +63,8 @@ PendingAnswers: TypeAlias = Callable[[], list[Array]]
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 """Function from (piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending
-ids of edges that must not be drawn) to the drawn in-edges."""
+ids of edges that must not be drawn) to the drawn in-edges. Requests of rows have (C, k) int64 in place of the
+ids, see :meth:`Structure.submit_rows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ class Piece:
 
 def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
     """Return the in-edges of ``count`` requested nodes. Each node is in exactly one of ``pieces``."""
+    if len(pieces) == 1 and np.array_equal(pieces[0].positions, np.arange(count)):
+        return pieces[0].edges
     sizes = np.zeros(count, dtype=np.int64)
     for piece in pieces:
         counts = np.diff(piece.edges.indptr)
@@ -120,6 +123,24 @@ def from_wire(
     if _find_row_starts(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
+
+
+def rows_to_wire(edges: InEdges) -> list[Array]:
+    """Return [in-degrees, sources, edge ids] as int64: 8 bytes per row and 16 per edge."""
+    return [np.diff(edges.indptr), edges.sources.astype(np.int64, copy=False), edges.edge_ids]
+
+
+def rows_from_wire(
+    num_rows: int, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
+) -> InEdges:
+    """Undo :func:`rows_to_wire`. Raises ValueError as :func:`from_wire` does."""
+    counts, sources, edge_ids = arrays
+    destinations = np.arange(num_rows)
+    if counts.shape != (num_rows,) or counts.dtype != np.int64 or (num_rows and counts.min() < 0):
+        raise ValueError(f"the answer must have {num_rows} int64 counts of edges, not {counts.shape}")
+    return from_wire(
+        destinations, [sources, np.repeat(destinations, counts), edge_ids], num_sources, edge_range
+    )
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
@@ -252,6 +273,30 @@ class Structure:
             len(nodes), [*self._draw_pieces(draw, nodes, parameters, exclude), *remote()]
         )
 
+    def submit_rows(
+        self,
+        op: str,
+        rows: Array,
+        parameters: str = "",
+        *,
+        exclude: Array = NO_EDGES,
+        layer: int = 0,
+        phase: str = "sampling",
+    ) -> Callable[[], InEdges]:
+        """Request in-edges as :meth:`submit` does, with values for each request of a node.
+
+        Sends 8 C bytes per remote row, and receives 8 bytes per row and 16 per edge.
+
+        Args:
+            rows: (C, K) int64. Row i asks for the node ``rows[0, i]``, and its draw also depends on the other
+                C - 1 values. Nodes may be repeated.
+        """
+        draw = self._get_draw(op)
+        remote = self._submit_remote_rows(op, rows, parameters, exclude, layer=layer, phase=phase)
+        return lambda: join_pieces(
+            rows.shape[1], [*self._draw_pieces(draw, rows, parameters, exclude), *remote()]
+        )
+
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
         """Return in-edges of the (K,) int64 ``nodes``. ``options`` are those of :meth:`submit`."""
         return self.submit(op, nodes, parameters, **options)()
@@ -279,6 +324,11 @@ class Structure:
     ) -> Callable[[], list[Piece]]:
         return list
 
+    def _submit_remote_rows(
+        self, op: str, rows: Array, parameters: str, exclude: Array, *, layer: int, phase: str
+    ) -> Callable[[], list[Piece]]:
+        return list
+
     def _get_draw(self, op: str) -> Draw:
         if op not in self._draws:
             raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}). Call serve() first.")
@@ -288,13 +338,16 @@ class Structure:
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
             if len(positions):
-                edges = draw(shard, nodes[positions], parameters, exclude)
+                is_complete = len(positions) == nodes.shape[-1]
+                own_nodes = nodes if is_complete else np.ascontiguousarray(nodes[..., positions])
+                edges = draw(shard, own_nodes, parameters, exclude)
                 pieces.append(Piece(edges=edges, starts=np.arange(len(positions) + 1), positions=positions))
         return pieces
 
     def _find_local_nodes(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
+        ids = nodes if nodes.ndim == 1 else nodes[0]
         for shard in self.shards:
-            yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+            yield shard, np.flatnonzero((ids >= shard.first_node) & (ids < shard.last_node))
 
     def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
         """Return [(K,) int64 in-edges of each node], 0 for nodes that are not local."""
@@ -395,11 +448,7 @@ class PartitionedStructure(Structure):
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = []
         for rank, first, last in plan.requests(self._placement.serving_ranks):
-            server = self._placement.topology.server_of_rank[rank]
-            edge_range = self._edge_bounds[server : server + 2]
-            begin, end = np.searchsorted(exclude, edge_range)
-            # Send no second array if no edge is excluded.
-            excluded = [exclude[begin:end]] if end > begin else []
+            edge_range, excluded = self._find_excluded(rank, exclude)
             arrays = [plan.ids[first:last], *excluded]
             submit = self._session.rpc.submit
             call = submit(rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer)
@@ -416,6 +465,42 @@ class PartitionedStructure(Structure):
             ]
 
         return wait
+
+    def _submit_remote_rows(
+        self, op: str, rows: Array, parameters: str, exclude: Array, *, layer: int, phase: str
+    ) -> Callable[[], list[Piece]]:
+        """Request the rows of other servers as :meth:`_submit_remote` requests nodes."""
+        servers = np.searchsorted(self._node_bounds, rows[0], side="right") - 1
+        calls = []
+        for server, rank in enumerate(self._placement.serving_ranks):
+            edge_range, excluded = self._find_excluded(rank, exclude)
+            all_positions = np.flatnonzero(servers == server)
+            is_own = server == self._placement.topology.server
+            for first in range(0, 0 if is_own else len(all_positions), MAX_IDS):
+                positions = all_positions[first : first + MAX_IDS]
+                arrays = [np.ascontiguousarray(rows[:, positions]), *excluded]
+                submit = self._session.rpc.submit
+                call = submit(rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer)
+                calls.append((call, positions, edge_range))
+
+        def wait() -> list[Piece]:
+            return [
+                Piece(
+                    edges=rows_from_wire(len(positions), call.result(), self.num_sources, edge_range),
+                    starts=np.arange(len(positions) + 1),
+                    positions=positions,
+                )
+                for call, positions, edge_range in calls
+            ]
+
+        return wait
+
+    def _find_excluded(self, rank: int, exclude: Array) -> tuple[Array, list[Array]]:
+        """Return the range of edges of a rank's server, and the excluded edges to send to it, if any."""
+        server = self._placement.topology.server_of_rank[rank]
+        edge_range = self._edge_bounds[server : server + 2]
+        begin, end = np.searchsorted(exclude, edge_range)
+        return edge_range, [exclude[begin:end]] if end > begin else []
 
     def close(self) -> None:
         for op in self._ops:
@@ -493,10 +578,11 @@ class PartitionedStructure(Structure):
             server = self._placement.topology.server
             first = self._node_bounds[server]
             last = self._node_bounds[server + 1]
-            if len(nodes) and (nodes.min() < first or nodes.max() >= last):
+            ids = nodes if nodes.ndim == 1 else nodes[0]
+            if len(ids) and (ids.min() < first or ids.max() >= last):
                 raise IndexError(f"server {server} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
-            edges = join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))
-            return to_wire(nodes, edges)
+            edges = join_pieces(len(ids), self._draw_pieces(draw, nodes, parameters, exclude))
+            return to_wire(nodes, edges) if nodes.ndim == 1 else rows_to_wire(edges)
 
         self._register(op, answer)
 
