@@ -360,19 +360,11 @@ class KernelMaker(NodeMaker):
         begin = time.perf_counter()
         request = self._draws.request(batch.seeds, epoch, exclude, step)
         source = self._get_source(step)
-        try:
-            table = self._idle_tables.get_nowait()
-        except queue.Empty:
-            # Numbers of trees and nodes are too large for a table with an entry for each.
-            table = ThreadTable(1 << 62 if self._has_trees else sum(self._schema.num_nodes))
-        try:
-            if isinstance(source, TreeSource):
-                raw = self._sample_trees(source, batch, request, exclude, table)
-            else:
-                raw = source.sample(request, exclude, table)
-            batch.raw = raw
-        finally:
-            self._idle_tables.put(table)
+        if isinstance(source, TreeSource):
+            raw = self._sample_trees(source, batch, request, exclude)
+        else:
+            raw = self._sample_nodes(source, request, exclude)
+        batch.raw = raw
         batch.sources = {
             ntype: raw.nodes[raw.node_starts[type_index] : raw.node_starts[type_index + 1]]
             for type_index, ntype in enumerate(self._schema.ntypes)
@@ -381,19 +373,26 @@ class KernelMaker(NodeMaker):
         batch.num_bytes = count_batch_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
         batch.sample_s = time.perf_counter() - begin
 
+    def _sample_nodes(self, source: BatchSource, request: SampleRequest, exclude: Excluded) -> RawBatch:
+        try:
+            table = self._idle_tables.get_nowait()
+        except queue.Empty:
+            table = ThreadTable(sum(self._schema.num_nodes))
+        try:
+            return source.sample(request, exclude, table)
+        finally:
+            self._idle_tables.put(table)
+
     def _sample_trees(
-        self,
-        source: TreeSource,
-        batch: MiniBatch,
-        request: SampleRequest,
-        exclude: Excluded,
-        table: ThreadTable,
+        self, source: TreeSource, batch: MiniBatch, request: SampleRequest, exclude: Excluded
     ) -> RawBatch:
         """Draw the trees of ``batch``, and set the columns that tell the tree and the time of each row."""
         no_times = np.empty(0, np.int64)
         times = np.concatenate([batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes])
-        raw, seed_ids, trees = source.sample(request, exclude, table, times)
-        columns = {SEED_ID: seed_ids, ROW_ID: hash_rows(trees.keys, seed_ids, raw.nodes)}
+        raw, seed_ids, trees = source.sample(request, exclude, times)
+        columns = {SEED_ID: seed_ids}
+        if len(self._schema.ntypes) == 1:
+            columns[ROW_ID] = hash_rows(trees.keys, seed_ids, raw.nodes)
         if source.rule.dtype is not None:
             columns[TIME] = to_times(trees.times, source.rule.dtype)[seed_ids]
         batch.node_columns = columns

@@ -204,69 +204,6 @@ def _sum_lengths(lists: Sequence[Array]) -> Array:
     return np.cumsum([0, *map(len, lists)])
 
 
-DrawHop: TypeAlias = Callable[[int, Sequence[Array]], list[InEdges]]
-"""Function from the number of a hop and the nodes of the destination type of each edge type to the drawn
-in-edges by edge type."""
-
-
-@final
-class HopSampler:
-    """Samples batches hop by hop with a function that draws the in-edges of a hop. Thread-safe."""
-
-    def __init__(self, schema: Schema) -> None:
-        self._offsets = schema.offsets
-        self._source_types = schema.source_types.tolist()
-        self._destination_types = schema.destination_types.tolist()
-
-    def sample(self, request: SampleRequest, draw: DrawHop, workspace: ThreadTable) -> RawBatch:
-        """Draw all hops of a batch, and number its nodes in the order in which the hops reach them.
-
-        Raises ConfigError if the seeds of a type repeat an id.
-        """
-        table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
-        node_ends = [nodes.counts.copy()]
-        pieces = []
-        try:
-            _check_seeds(request, nodes.counts)
-            for hop in range(len(request.fanouts)):
-                frontiers = [nodes.ids[nodes.starts[t] :][: nodes.counts[t]] for t in self._destination_types]
-                edges = draw(hop, frontiers)
-                table, nodes, source_indices = self._number_sources(table, nodes, edges)
-                pieces += [
-                    (in_edges.indptr, indices, in_edges.edge_ids)
-                    for in_edges, indices in zip(edges, source_indices, strict=True)
-                ]
-                node_ends.append(nodes.counts.copy())
-        finally:
-            # Also after an error, the next batch must not see the numbers that this batch assigned.
-            workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
-        ids, starts = pack_ids(nodes)
-        edge_ends = _sum_lengths([edge_ids for _, _, edge_ids in pieces])
-        no_weights = np.empty(0, np.float32)
-        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
-
-    def _number_sources(
-        self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
-    ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
-        """Number the sources of the in-edges of one hop. New nodes get the next numbers of their types.
-
-        Return the table and nodes, which may be larger copies, and the number of each source by edge type.
-        """
-        num_edges_by_type = np.zeros(len(nodes.counts), np.int64)
-        old_counts = nodes.counts.copy()
-        np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
-        nodes = grow_nodes(nodes, num_edges_by_type)
-        table = grow_table(table, nodes, int(num_edges_by_type.sum()))
-        source_indices = [np.empty(len(in_edges.sources), np.int64) for in_edges in edges]
-        for relation, in_edges in enumerate(edges):
-            node_type = self._source_types[relation]
-            keys = in_edges.sources + self._offsets[node_type]
-            number_type(table, nodes, node_type, keys, source_indices[relation])
-        write_ids(nodes, self._offsets, old_counts)
-        return table, nodes, source_indices
-
-
 @final
 class RemoteSource:
     """Samples when each server has only the in-edges of its own nodes, with one round of requests per hop.
@@ -286,8 +223,8 @@ class RemoteSource:
         self._schema, self.known = schema, known
         self._structures = tuple(structures)
         self._op = op
-        self._hops = HopSampler(schema)
         self._etypes = schema.etypes
+        self._offsets = schema.offsets
         self._source_types = schema.source_types.tolist()
         self._destination_types = schema.destination_types.tolist()
 
@@ -313,12 +250,33 @@ class RemoteSource:
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
-        """Draw all hops of a batch. ``exclude`` has ascending edge ids by type.
+        """Draw all hops of a batch, and number its nodes in the order in which the hops reach them.
 
         ``workspace`` is a table of the calling thread. Its numbers are invalid for the next batch, also after
-        an error.
+        an error. ``exclude`` has ascending edge ids by type.
         """
-        return self._hops.sample(request, partial(self._draw, request, exclude), workspace)
+        table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
+        node_ends = [nodes.counts.copy()]
+        pieces = []
+        try:
+            _check_seeds(request, nodes.counts)
+            for hop in range(len(request.fanouts)):
+                frontiers = [nodes.ids[nodes.starts[t] :][: nodes.counts[t]] for t in self._destination_types]
+                edges = self._draw(request, exclude, hop, frontiers)
+                table, nodes, source_indices = self._number_sources(table, nodes, edges)
+                pieces += [
+                    (in_edges.indptr, indices, in_edges.edge_ids)
+                    for in_edges, indices in zip(edges, source_indices, strict=True)
+                ]
+                node_ends.append(nodes.counts.copy())
+        finally:
+            # Also after an error, the next batch must not see the numbers that this batch assigned.
+            workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
+        ids, starts = pack_ids(nodes)
+        edge_ends = _sum_lengths([edge_ids for _, _, edge_ids in pieces])
+        no_weights = np.empty(0, np.float32)
+        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
 
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
@@ -343,6 +301,26 @@ class RemoteSource:
             layer = len(request.fanouts) - hop
             waits.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
         return [wait_for_edges() for wait_for_edges in waits]
+
+    def _number_sources(
+        self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
+    ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
+        """Number the sources of the in-edges of one hop. New nodes get the next numbers of their types.
+
+        Return the table and nodes, which may be larger copies, and the number of each source by edge type.
+        """
+        num_edges_by_type = np.zeros(len(nodes.counts), np.int64)
+        old_counts = nodes.counts.copy()
+        np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
+        nodes = grow_nodes(nodes, num_edges_by_type)
+        table = grow_table(table, nodes, int(num_edges_by_type.sum()))
+        source_indices = [np.empty(len(in_edges.sources), np.int64) for in_edges in edges]
+        for relation, in_edges in enumerate(edges):
+            node_type = self._source_types[relation]
+            keys = in_edges.sources + self._offsets[node_type]
+            number_type(table, nodes, node_type, keys, source_indices[relation])
+        write_ids(nodes, self._offsets, old_counts)
+        return table, nodes, source_indices
 
 
 BatchSource: TypeAlias = LocalSource | RemoteSource

@@ -1,7 +1,6 @@
 """Sampling with a tree for each seed, with or without times. The design is in :mod:`dglx_dist.data.times`.
 
-A row of a batch is a pair of tree and node. Its number is ``tree * N + node``, where N counts the nodes of
-all types. So the rows of a batch are numbered like the nodes of an ordinary batch.
+A row of a batch is a pair of node and tree. Trees share no rows, so a node that two trees reach has two rows.
 """
 
 from __future__ import annotations
@@ -10,15 +9,22 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import numpy as np
 from numba import njit
 
 from dglx_dist.data.times import TimeDtype, TimeOrder, subtract_window
-from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, ThreadTable
-from dglx_dist.dataloading.sampler import HopSampler
-from dglx_dist.errors import ConfigError
+from dglx_dist.dataloading.kernels import (
+    NodeTable,
+    RawBatch,
+    SampleRequest,
+    Schema,
+    find_slot,
+    grow_array,
+    make_larger_table,
+)
 from dglx_dist.graph.sampling import pack_hop_parameters
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
 from dglx_dist.keyed_random import draw_uniform, item_key, merge_ids, mix
@@ -53,28 +59,36 @@ class _TimedCsc(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _find_first_above(keys: Array, first: int, last: int, bound: int) -> int:
-    """Return the first position in [first, last) of a key above ``bound``, or ``last``."""
-    while first < last:
-        middle = (first + last) >> 1
-        if keys[middle] > bound:
-            last = middle
-        else:
-            first = middle + 1
-    return first
+def _find_first_above(keys: Array, firsts: Array, lasts: Array, bounds: Array, out: Array) -> None:
+    """Write for each row the first position in [first, last) of a key above its bound, or ``last``."""
+    for i in range(len(firsts)):
+        first = firsts[i]
+        last = lasts[i]
+        bound = bounds[i]
+        # The processor guesses the branches and reads the next keys ahead, which is faster than selecting.
+        while first < last:
+            middle = (first + last) >> 1
+            if keys[np.uint64(middle)] > bound:
+                last = middle
+            else:
+                first = middle + 1
+        out[i] = first
 
 
 @njit(cache=True, nogil=True)
-def _find_range(csc: _TimedCsc, rows: Array, i: int) -> tuple[int, int]:
-    """Return the first and last position, in the order of times, of the edges that row i may draw."""
-    row = rows[0, i] - csc.first_node
-    first, last = csc.indptr[row], csc.indptr[row + 1]
-    if len(csc.keys) == 0:
-        return first, last
-    last = _find_first_above(csc.keys, first, last, rows[2, i])
-    if len(rows) > 3:
-        first = _find_first_above(csc.keys, first, last, rows[3, i] - 1)
-    return first, last
+def _find_ranges(csc: _TimedCsc, rows: Array, firsts: Array, lasts: Array) -> None:
+    """Write the first and last position, in the order of times, of the edges that each row may draw."""
+    # Arrays are read from their tuple before the loops, because each access would count a reference.
+    indptr = csc.indptr
+    nodes = rows[0]
+    for i in range(len(nodes)):
+        row = np.uint64(nodes[i] - csc.first_node)
+        firsts[i] = indptr[row]
+        lasts[i] = indptr[row + np.uint64(1)]
+    if len(csc.keys):
+        _find_first_above(csc.keys, firsts, lasts, rows[2], lasts)
+        if len(rows) > 3:
+            _find_first_above(csc.keys, firsts, lasts, rows[3] - 1, firsts)
 
 
 @njit(cache=True, nogil=True)
@@ -99,6 +113,54 @@ def _list_candidates(csc: _TimedCsc, exclude: Array, first: int, last: int, out:
 
 
 @njit(cache=True, nogil=True)
+def _draw_positions(
+    csc: _TimedCsc,
+    rows: Array,
+    fanout: int,
+    stream: np.uint64,
+    rule: tuple[bool, bool],
+    exclude: Array,
+) -> tuple[Array, Array]:
+    """Return the (K + 1,) indptr and the positions, in the order of times, of drawn in-edges of K rows."""
+    replace, takes_last = rule
+    nodes = rows[0]
+    tree_keys = rows[1]
+    firsts = np.empty(len(nodes), np.int64)
+    lasts = np.empty(len(nodes), np.int64)
+    _find_ranges(csc, rows, firsts, lasts)
+    largest = 0
+    indptr = np.zeros(len(nodes) + 1, np.int64)
+    for i in range(len(nodes)):
+        largest = max(largest, lasts[i] - firsts[i])
+    candidates = np.empty(largest if len(exclude) else 0, np.int64)
+    for i in range(len(nodes)):
+        count = lasts[i] - firsts[i]
+        if len(exclude) and _has_excluded(csc, exclude, nodes[i]):
+            count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
+        size = fanout if replace and count else min(fanout, count)
+        indptr[i + 1] = indptr[i] + (count if fanout < 0 else size)
+    positions = np.empty(indptr[-1], np.int64)
+    bits = np.zeros((largest >> 6) + 1, np.uint64)
+    for i in range(len(nodes)):
+        out = positions[indptr[i] : indptr[i + 1]]
+        if len(out) == 0:
+            continue
+        count = lasts[i] - firsts[i]
+        is_listed = len(exclude) > 0 and _has_excluded(csc, exclude, nodes[i])
+        if is_listed:
+            count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
+        if takes_last or fanout < 0 or (len(out) == count and not replace):
+            for j in range(len(out)):
+                out[j] = count - len(out) + j
+        else:
+            tree_stream = mix(stream ^ np.uint64(tree_keys[i]))
+            draw_uniform(item_key(tree_stream, nodes[i]), count, replace, out, bits)
+        for j in range(len(out)):
+            out[j] = candidates[out[j]] if is_listed else firsts[i] + out[j]
+    return indptr, positions
+
+
+@njit(cache=True, nogil=True)
 def _draw_rows(
     csc: _TimedCsc, rows: Array, fanout: int, stream: np.uint64, rule: tuple[bool, bool], exclude: Array
 ) -> tuple[Array, Array, Array]:
@@ -110,44 +172,17 @@ def _draw_rows(
         rule: Whether edges may be repeated, and whether the last ones are taken.
         exclude: (X,) ascending ids of edges that are not drawn.
     """
-    replace, takes_last = rule
-    num_rows = rows.shape[1]
-    indptr = np.zeros(num_rows + 1, np.int64)
-    firsts = np.empty(num_rows, np.int64)
-    lasts = np.empty(num_rows, np.int64)
-    largest = 0
-    for i in range(num_rows):
-        firsts[i], lasts[i] = _find_range(csc, rows, i)
-        largest = max(largest, lasts[i] - firsts[i])
-    candidates = np.empty(largest if len(exclude) else 0, np.int64)
-    for i in range(num_rows):
-        count = lasts[i] - firsts[i]
-        if len(exclude) and _has_excluded(csc, exclude, rows[0, i]):
-            count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
-        size = fanout if replace and count else min(fanout, count)
-        indptr[i + 1] = indptr[i] + (count if fanout < 0 else size)
-    edges = np.empty(indptr[-1], np.int64)
-    sources = np.empty(indptr[-1], np.int64)
-    bits = np.zeros((largest >> 6) + 1, np.uint64)
-    for i in range(num_rows):
-        out = edges[indptr[i] : indptr[i + 1]]
-        if len(out) == 0:
-            continue
-        first, count = firsts[i], lasts[i] - firsts[i]
-        is_listed = len(exclude) > 0 and _has_excluded(csc, exclude, rows[0, i])
-        if is_listed:
-            count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
-        if takes_last or fanout < 0 or (len(out) == count and not replace):
-            for j in range(len(out)):
-                out[j] = count - len(out) + j
-        else:
-            tree_stream = mix(stream ^ np.uint64(rows[1, i]))
-            draw_uniform(item_key(tree_stream, rows[0, i]), count, replace, out, bits)
-        for j in range(len(out)):
-            position = candidates[out[j]] if is_listed else first + out[j]
-            edge = position if len(csc.positions) == 0 else np.int64(csc.positions[position])
-            sources[indptr[i] + j] = csc.indices[edge]
-            out[j] = edge + csc.first_edge
+    indptr, edges = _draw_positions(csc, rows, fanout, stream, rule, exclude)
+    sources = np.empty(len(edges), np.int64)
+    positions = csc.positions
+    indices = csc.indices
+    # Separate loops read many edges at once.
+    if len(positions):
+        for i in range(len(edges)):
+            edges[i] = positions[np.uint64(edges[i])]
+    for i in range(len(edges)):
+        sources[i] = indices[np.uint64(edges[i])]
+        edges[i] += csc.first_edge
     return indptr, sources, edges
 
 
@@ -202,6 +237,95 @@ class Trees:
     """(B,) int64 keys of the times, or length 0 without times."""
 
 
+class TreeRows(NamedTuple):
+    """The rows of one node type of a batch: pairs of node and tree."""
+
+    nodes: Array
+    """(n,) int64 global ids."""
+    trees: Array
+    """(n,) int64 trees, by position of the seed in the batch."""
+
+
+@njit(cache=True, nogil=True)
+def _find_tree_starts(trees: Array, num_trees: int) -> Array:
+    """Return (S, num_trees + 1) int64 starts of each tree in each of the S ascending runs of ``trees``."""
+    num_runs = 1
+    for i in range(1, len(trees)):
+        num_runs += trees[i] < trees[i - 1]
+    starts = np.empty((num_runs, num_trees + 1), np.int64)
+    run, next_tree = 0, 0
+    for i in range(len(trees)):
+        if i and trees[i] < trees[i - 1]:
+            starts[run, next_tree:] = i
+            run, next_tree = run + 1, 0
+        while next_tree <= trees[i]:
+            starts[run, next_tree] = i
+            next_tree += 1
+    starts[run, next_tree:] = len(trees)
+    return starts
+
+
+@njit(cache=True, nogil=True)
+def _find_largest_tree(row_starts: Array, edge_starts: Array, indptr: Array) -> int:
+    """Return the largest number of rows and edges of a tree."""
+    largest = 0
+    for tree in range(row_starts.shape[1] - 1):
+        size = 0
+        for run in range(len(row_starts)):
+            size += row_starts[run, tree + 1] - row_starts[run, tree]
+        for run in range(len(edge_starts)):
+            size += indptr[edge_starts[run, tree + 1]] - indptr[edge_starts[run, tree]]
+        largest = max(largest, size)
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _number_sources(
+    rows: TreeRows, destination_trees: Array, indptr: Array, sources: Array, num_trees: int
+) -> tuple[Array, TreeRows]:
+    """Number the sources of drawn edges among the rows of their node type.
+
+    Args:
+        rows: The rows so far, which are distinct.
+        destination_trees: (K,) trees of the rows that edges were drawn for.
+        indptr: (K + 1,) row starts of the edges.
+        sources: (E,) nodes.
+
+    Returns:
+        The (E,) number of each source, and the rows. New rows come after ``rows``, tree by tree.
+    """
+    num_rows = len(rows.nodes)
+    nodes = grow_array(rows.nodes, num_rows, num_rows + len(sources))
+    trees = grow_array(rows.trees, num_rows, num_rows + len(sources))
+    row_starts = _find_tree_starts(rows.trees, num_trees)
+    edge_starts = _find_tree_starts(destination_trees, num_trees)
+    # The table of a tree is small enough for the processor's cache, unlike a table of the batch.
+    num_slots = 2 * _find_largest_tree(row_starts, edge_starts, indptr)
+    table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), num_slots)
+    slots, keys = table.slots, table.keys
+    numbers_in_table = np.empty(len(slots), np.int64)
+    numbers = np.empty(len(sources), np.int64)
+    for tree in range(num_trees):
+        tree_table = NodeTable(slots, keys, tree + 1)
+        for run in range(len(row_starts)):
+            for number in range(row_starts[run, tree], row_starts[run, tree + 1]):
+                slot = find_slot(tree_table, nodes[number])
+                slots[slot] = tree + 1
+                keys[slot] = nodes[number]
+                numbers_in_table[slot] = number
+        for run in range(len(edge_starts)):
+            for edge in range(indptr[edge_starts[run, tree]], indptr[edge_starts[run, tree + 1]]):
+                slot = find_slot(tree_table, sources[edge])
+                if slots[slot] != tree + 1:
+                    slots[slot] = tree + 1
+                    keys[slot] = nodes[num_rows] = sources[edge]
+                    numbers_in_table[slot] = num_rows
+                    trees[num_rows] = tree
+                    num_rows += 1
+                numbers[edge] = numbers_in_table[slot]
+    return numbers, TreeRows(nodes[:num_rows], trees[:num_rows])
+
+
 @final
 class TreeSource:
     """Samples a tree for each seed, from a replicated or a partitioned structure. Thread-safe.
@@ -217,42 +341,54 @@ class TreeSource:
         self._schema = schema
         self._structures = tuple(structures)
         self._op = op
-        self._hops = HopSampler(schema)
-        self._num_nodes = int(schema.offsets[-1])
+        self._source_types = schema.source_types.tolist()
+        self._destination_types = schema.destination_types.tolist()
 
     def sample(
-        self,
-        request: SampleRequest,
-        exclude: Mapping[EdgeType, Array],
-        workspace: ThreadTable,
-        times: Array = NO_EDGES,
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], times: Array = NO_EDGES
     ) -> tuple[RawBatch, Array, Trees]:
         """Sample a batch.
 
         Args:
             exclude: Ascending edge ids by type that only this batch excludes.
-            workspace: Table of the calling thread with hashed entries.
             times: (B,) int64 keys of the times of the seeds, if the trees have times.
 
         Returns:
             The batch, the (n,) int64 tree of each of its nodes, and the trees.
         """
-        num_seeds = len(request.seeds)
-        if num_seeds * self._num_nodes >= 1 << 62:
-            raise ConfigError(
-                f"a batch of {num_seeds} trees in a graph of {self._num_nodes} nodes has too many rows to "
-                "number. Use a smaller batch_size."
-            )
-        tree_keys = np.empty(num_seeds, np.int64)
-        for node_type, first_key in enumerate(self._schema.offsets[:-1].tolist()):
-            of_type = slice(*request.seed_ends[node_type : node_type + 2].tolist())
-            make_tree_keys(request.seeds[of_type], times[of_type], first_key, tree_keys[of_type])
+        num_trees = len(request.seeds)
+        tree_keys = np.empty(num_trees, np.int64)
+        rows = []
+        for (first, last), first_key in zip(pairwise(request.seed_ends), self._schema.offsets, strict=False):
+            seeds = request.seeds[first:last]
+            make_tree_keys(seeds, times[first:last], int(first_key), tree_keys[first:last])
+            rows.append(TreeRows(seeds, np.arange(first, last)))
         trees = Trees(keys=tree_keys, times=times)
-        rows = request.seeds + np.arange(num_seeds) * self._num_nodes
-        draw = partial(self._draw, request, exclude, self._make_columns(trees))
-        batch = self._hops.sample(request._replace(seeds=rows), draw, workspace)
-        tree_of_node, nodes = np.divmod(batch.nodes, self._num_nodes)
-        return batch._replace(nodes=nodes), tree_of_node, trees
+        columns = self._make_columns(trees)
+        node_ends = [[len(of_type.nodes) for of_type in rows]]
+        pieces = []
+        for hop in range(len(request.fanouts)):
+            edges = self._draw(request, exclude, columns, hop, rows)
+            destinations = [rows[node_type].trees for node_type in self._destination_types]
+            for in_edges, trees_of_rows, source_type in zip(
+                edges, destinations, self._source_types, strict=True
+            ):
+                arrays = in_edges.indptr, in_edges.sources
+                numbers, rows[source_type] = _number_sources(
+                    rows[source_type], trees_of_rows, *arrays, num_trees
+                )
+                pieces.append((in_edges.indptr, numbers, in_edges.edge_ids))
+            node_ends.append([len(of_type.nodes) for of_type in rows])
+        edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in pieces)])
+        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        nodes, tree_of_node = rows[0]
+        if len(rows) > 1:
+            nodes, tree_of_node = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+        starts = np.cumsum([0, *node_ends[-1]])
+        no_weights = np.empty(0, np.float32)
+        ends = np.array(node_ends)
+        batch = RawBatch(nodes, starts, ends, indptr, sources, edge_ids, edge_ends, no_weights)
+        return batch, tree_of_node, trees
 
     def _make_columns(self, trees: Trees) -> Array:
         """Return (C - 1, B) int64 values of each tree that its rows send, see :func:`_draw_rows`."""
@@ -269,28 +405,24 @@ class TreeSource:
         exclude: Mapping[EdgeType, Array],
         columns: Array,
         hop: int,
-        frontiers: Sequence[Array],
+        rows: Sequence[TreeRows],
     ) -> list[InEdges]:
-        """Return the in-edges of one hop by edge type, with the numbers of rows as sources.
+        """Return the in-edges of one hop by edge type, for the ``rows`` of each node type.
 
         Requests for all edge types are sent before the first answer is awaited.
         """
-        waits: list[tuple[Array, Callable[[], InEdges]]] = []
-        for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
-            trees, nodes = np.divmod(frontier, self._num_nodes)
+        waits: list[Callable[[], InEdges]] = []
+        for relation, structure in enumerate(self._structures):
+            nodes, trees = rows[self._destination_types[relation]]
             fanout = int(request.fanouts[hop, relation])
-            if fanout == 0 or not len(frontier):
-                starts = np.zeros(len(frontier) + 1, np.int64)
-                waits.append((trees, partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES)))
+            if fanout == 0 or not len(nodes):
+                starts = np.zeros(len(nodes) + 1, np.int64)
+                waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
-            rows = np.concatenate([nodes[None], columns[:, trees]])
+            requested = np.concatenate([nodes[None], columns[:, trees]])
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded = exclude.get(self._schema.etypes[relation], NO_EDGES)
             layer = len(request.fanouts) - hop
-            wait = structure.submit_rows(self._op, rows, parameters, exclude=excluded, layer=layer)
-            waits.append((trees, wait))
-        return [self._number_rows(trees, wait()) for trees, wait in waits]
-
-    def _number_rows(self, trees: Array, edges: InEdges) -> InEdges:
-        first_rows = np.repeat(trees * self._num_nodes, np.diff(edges.indptr))
-        return InEdges(indptr=edges.indptr, sources=edges.sources + first_rows, edge_ids=edges.edge_ids)
+            submit = structure.submit_rows
+            waits.append(submit(self._op, requested, parameters, exclude=excluded, layer=layer))
+        return [wait() for wait in waits]

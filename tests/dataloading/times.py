@@ -9,14 +9,13 @@ import numpy as np
 
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.times import NEVER, sort_by_time, to_keys
-from dglx_dist.dataloading.kernels import Schema, ThreadTable
+from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.sampler import DrawSettings
 from dglx_dist.dataloading.trees import TreeRule, TreeSource, make_row_draw
 from dglx_dist.graph.structure import NO_EDGES, ReplicatedStructure
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, EdgeType, RawGraph
 
 TIME_KINDS = ("ties", "equal", "missing", "negative", "floats", "missing floats", "infinite")
-HASHED = ThreadTable(1 << 62)
 
 
 def draw_times(kind: str, count: int, rng: np.random.Generator) -> Array:
@@ -81,7 +80,7 @@ def open_trees(graph: TimedGraph, fanouts: list[int], exclude: Array = NO_EDGES,
     def sample(seeds: Array, times: Array, epoch: int = 0, exclude: Array = exclude) -> Any:
         request = draws.request({NODE_TYPE: np.asarray(seeds)}, epoch, {})
         keys = to_keys(np.asarray(times).astype(dtype))
-        batch, trees, _ = source.sample(request, {EDGE_TYPE: exclude}, HASHED, keys)
+        batch, trees, _ = source.sample(request, {EDGE_TYPE: exclude}, keys)
         return batch, trees
 
     return sample
