@@ -62,8 +62,9 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         lambda: (*_read_local_plan(g, sampler, plan, options, seed), read_tree_rule(g, plan, options)),
         ConfigError,
     )
-    rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}, trees={trees}"
-    check_equal(g.session, "the sampler", f"fanouts={plan.fanouts}, {rule}")
+    rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}"
+    trees_of_rule = "" if trees is None else f"trees={trees}, "
+    check_equal(g.session, "the sampler", f"{trees_of_rule}fanouts={plan.fanouts}, {rule}")
     if draws is None:
         return SamplerMaker(sampler, g, columns)
     if trees is not None:

@@ -61,8 +61,21 @@ class SamplePlan:
         """Whether blocks have ``edge_weights``. They do if LABOR draws with unequal probabilities."""
         return self.by_source is not None and self.by_source.unequal
 
+    def refuse_trees(self, strategy: str, disjoint: object = False) -> None:
+        """Raise ConfigError if each seed has a tree of its own, which ``strategy`` does not support.
+
+        ``disjoint`` is whether the loader has options of trees.
+        """
+        if self.temporal is not None or disjoint:
+            option = "disjoint= or seed_time=" if self.temporal is None else type(self.temporal).__name__
+            raise ConfigError(
+                f"{option} needs rows of its own for each seed, but {strategy} computes each node once per "
+                "step. Use strategy='data_parallel'."
+            )
+
     def check_takes_all(self, strategy: str) -> None:
-        """Raise ConfigError if the sampler weighs edges, which ``strategy`` does not support."""
+        """Raise ConfigError if the sampler weighs edges or has trees, which ``strategy`` does not support."""
+        self.refuse_trees(strategy)
         if self.weights is not None or self.has_edge_weights:
             raise ConfigError(
                 f"the sampler draws edges by {self.weights or 'importance_sampling'!r}, but {strategy} takes "

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def refuse_trees(plan: SamplePlan, options: LoaderOptions, strategy: str) -> None:
-    """Raise ConfigError if a loader needs a tree for each seed, which ``strategy`` does not support."""
-    if plan.temporal is not None or options.disjoint or options.seed_time is not None:
-        option = "TemporalNeighborSampler" if plan.temporal is not None else "disjoint= or seed_time="
-        raise ConfigError(
-            f"{option} samples a tree for each seed, but {strategy} computes each node once. Use "
-            "strategy='data_parallel'."
-        )
-
-
 def read_tree_rule(
     g: DistGraph, plan: SamplePlan, options: LoaderOptions
 ) -> tuple[TreeRule, TimeColumns | None] | None:
