@@ -17,7 +17,6 @@ from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.data.storage.reader import StoredDataset
-from dglx_dist.data.times import find_time_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import named_values, option, parse_fractions, select_common_fields
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, RawGraph
@@ -165,6 +164,9 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
 
 def check_time(graph: RawGraph, time: str) -> None:
     """Raise ConfigError unless an edge type of ``graph`` has the column ``time`` with one number per edge."""
+    # This module imports Numba, which is slow.
+    from dglx_dist.data.times import find_time_dtype
+
     columns = {etype: data[time] for etype, data in graph.edge_data.items() if time in data}
     if not columns:
         known = sorted({name for data in graph.edge_data.values() for name in data})

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -80,25 +79,6 @@ def subtract_window(keys: Array, window: float, dtype: TimeDtype) -> Array:
         return to_keys(to_times(keys, dtype) - window)
     smallest = MISSING + int(window)
     return np.where(keys < smallest, MISSING + 1, keys - int(window))
-
-
-def read_time(text: str) -> float:
-    """Return a time from text: an integer, a float, or an ISO date as seconds since 1970 in UTC.
-
-    Raises ConfigError if it is none of these, or a date with fractions of a second.
-    """
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    try:
-        date = datetime.fromisoformat(text.strip())
-    except ValueError:
-        raise ConfigError(f"{text!r} is not a time. Use a number, or a date like 2024-05-31T12:00.") from None
-    if date.microsecond:
-        raise ConfigError(f"{text!r} has fractions of a second, but dates are stored as whole seconds.")
-    return int((date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp())
 
 
 @dataclass(frozen=True, kw_only=True)

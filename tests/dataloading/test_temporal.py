@@ -11,12 +11,13 @@ from dgl.dataloading import NeighborSampler
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.times import NEVER, read_time, subtract_window, to_keys, to_times
+from dglx_dist.data.times import NEVER, subtract_window, to_keys, to_times
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.trees import hash_rows, make_tree_keys
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.options import read_time
 from tests.dataloading.times import (
     LIKES,
     OWNS,
