@@ -568,7 +568,7 @@ class TrainConfig(RunOptions, ModelConfig):
             defaults = {field.name: field.default for field in fields(self)}
             for name in ("target", "decoder", "negatives", "loss", "time", "split_time"):
                 is_set = getattr(self, name) != defaults[name]
-                yield name, is_set, "left out without --task link, which trains on edges"
+                yield name.replace("_", "-"), is_set, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another model without --task link: it has no layers"
             return
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
@@ -594,10 +594,10 @@ class TrainConfig(RunOptions, ModelConfig):
         yield "time", self.time is not None and self.split_time is None, remedy
         remedy = "two rising times, combined with --time COLUMN"
         is_wrong = len(split_time) != 2 or split_time[0] > split_time[1] or self.time is None
-        yield "split_time", self.split_time is not None and is_wrong, remedy
+        yield "split-time", self.split_time is not None and is_wrong, remedy
         for name in ("predictions", "save_embeddings") if self.time is not None else ():
             remedy = "left out with --time, because rows of a node differ from time to time"
-            yield name, getattr(self, name) is not None, remedy
+            yield name.replace("_", "-"), getattr(self, name) is not None, remedy
         has_no_blocks = self.time is not None and self.model == NO_ENCODER
         yield "model", has_no_blocks, "another model with --time: none reads no edges"
 
