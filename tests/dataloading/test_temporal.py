@@ -201,6 +201,33 @@ def test_draws_are_equal_on_1_2_and_4_ranks_and_both_placements(tmp_path: Path) 
         assert (epochs[0] == epochs[1]) == (kind == "last"), "each epoch has its own draws"
 
 
+def count_sampling_bytes(folder: str, window: int | None) -> tuple[int, int]:
+    """The bytes of a batch by the ledger, and by the formula of docs/development/contracts.md."""
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder, structure="partitioned")
+        sampler = dx.TemporalNeighborSampler([3, 2], window=window)
+        ids = torch.arange(session.topology.rank, 60, 2)
+        loader = DataLoader(g, ids, sampler, batch_size=30, seed_time=9, num_threads=0)
+        before = session.ledger.total(phase="sampling")
+        ((_, _, blocks),) = loader
+        num_bytes = session.ledger.total(phase="sampling") - before
+        expected = 0
+        for block in blocks:
+            is_remote = ~torch.isin(block.dstdata[dgl.NID], g.local_nodes())
+            num_rows, num_edges = int(is_remote.sum()), int(block.in_degrees()[is_remote].sum())
+            expected += num_rows * (24 if window is None else 32) + 8 * num_rows + 16 * num_edges
+        g.barrier()
+        g.close()
+        return num_bytes, expected
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_bytes_of_remote_rows_are_those_of_the_formula(window: int | None, tmp_path: Path) -> None:
+    folder = str(write_parts(raw_ring(), tmp_path / "ring", 2))
+    for num_bytes, expected in run_ranks(count_sampling_bytes, 2, args=(folder, window), ranks_per_server=1):
+        assert num_bytes == expected > 1000
+
+
 def sample_shop_links(folder: str, structure: str) -> tuple[dict, list]:
     """The trees around visits and their negatives, and the pairs with their times."""
     with start_session(timeout_s=60) as session:
