@@ -389,12 +389,12 @@ class KernelMaker(NodeMaker):
         """Draw the trees of ``batch``, and set the columns that tell the tree and the time of each row."""
         no_times = np.empty(0, np.int64)
         times = np.concatenate([batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes])
-        raw, seed_ids, trees = source.sample(request, exclude, times)
+        raw, seed_ids, tree_keys = source.sample(request, exclude, times)
         columns = {SEED_ID: seed_ids}
         if len(self._schema.ntypes) == 1:
-            columns[ROW_ID] = hash_rows(trees.keys, seed_ids, raw.nodes)
+            columns[ROW_ID] = hash_rows(tree_keys, seed_ids, raw.nodes)
         if source.rule.dtype is not None:
-            columns[TIME] = to_times(trees.times, source.rule.dtype)[seed_ids]
+            columns[TIME] = to_times(times, source.rule.dtype)[seed_ids]
         batch.node_columns = columns
         return raw
 

@@ -227,16 +227,6 @@ def hash_rows(tree_keys: Array, trees: Array, nodes: Array) -> Array:
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trees:
-    """The trees of a batch, in the order of its seeds."""
-
-    keys: Array
-    """(B,) int64 keys of the draws."""
-    times: Array
-    """(B,) int64 keys of the times, or length 0 without times."""
-
-
 class TreeRows(NamedTuple):
     """The rows of one node type of a batch: pairs of node and tree."""
 
@@ -346,7 +336,7 @@ class TreeSource:
 
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], times: Array = NO_EDGES
-    ) -> tuple[RawBatch, Array, Trees]:
+    ) -> tuple[RawBatch, Array, Array]:
         """Sample a batch.
 
         Args:
@@ -354,7 +344,7 @@ class TreeSource:
             times: (B,) int64 keys of the times of the seeds, if the trees have times.
 
         Returns:
-            The batch, the (n,) int64 tree of each of its nodes, and the trees.
+            The batch, the (n,) int64 tree of each of its nodes, and the (B,) int64 keys of the trees.
         """
         num_trees = len(request.seeds)
         tree_keys = np.empty(num_trees, np.int64)
@@ -363,8 +353,7 @@ class TreeSource:
             seeds = request.seeds[first:last]
             make_tree_keys(seeds, times[first:last], int(first_key), tree_keys[first:last])
             rows.append(TreeRows(seeds, np.arange(first, last)))
-        trees = Trees(keys=tree_keys, times=times)
-        columns = self._make_columns(trees)
+        columns = self._make_columns(tree_keys, times)
         node_ends = [[len(of_type.nodes) for of_type in rows]]
         pieces = []
         for hop in range(len(request.fanouts)):
@@ -388,15 +377,15 @@ class TreeSource:
         no_weights = np.empty(0, np.float32)
         ends = np.array(node_ends)
         batch = RawBatch(nodes, starts, ends, indptr, sources, edge_ids, edge_ends, no_weights)
-        return batch, tree_of_node, trees
+        return batch, tree_of_node, tree_keys
 
-    def _make_columns(self, trees: Trees) -> Array:
+    def _make_columns(self, tree_keys: Array, times: Array) -> Array:
         """Return (C - 1, B) int64 values of each tree that its rows send, see :func:`_draw_rows`."""
-        columns = [trees.keys]
+        columns = [tree_keys]
         if self.rule.dtype is not None:
-            columns.append(trees.times)
+            columns.append(times)
             if self.rule.window is not None:
-                columns.append(subtract_window(trees.times, self.rule.window, self.rule.dtype))
+                columns.append(subtract_window(times, self.rule.window, self.rule.dtype))
         return np.stack(columns)
 
     def _draw(
@@ -423,6 +412,6 @@ class TreeSource:
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded = exclude.get(self._schema.etypes[relation], NO_EDGES)
             layer = len(request.fanouts) - hop
-            submit = structure.submit_rows
-            waits.append(submit(self._op, requested, parameters, exclude=excluded, layer=layer))
+            wait = structure.submit(self._op, requested, parameters, exclude=excluded, layer=layer)
+            waits.append(wait)
         return [wait() for wait in waits]

@@ -64,7 +64,7 @@ PendingAnswers: TypeAlias = Callable[[], list[Array]]
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 """Function from (piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending
 ids of edges that must not be drawn) to the drawn in-edges. Requests of rows have (C, k) int64 in place of the
-ids, see :meth:`Structure.submit_rows`."""
+ids, see :meth:`Structure.submit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,11 +253,13 @@ class Structure:
         """Request in-edges of nodes and return at once, before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 bytes per edge. A request also has 8 bytes for
-        each excluded edge of the server that answers.
+        each excluded edge of the server that answers. A request of rows sends 8 C bytes per remote row, and
+        receives 8 bytes per row and 16 per edge.
 
         Args:
             op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges.
-            nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated.
+            nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated. Or (C, K)
+                int64 rows of a node and C - 1 other values that its draw depends on.
             parameters: Parameters for the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: Keys of the traffic ledger.
@@ -268,33 +270,10 @@ class Structure:
             dead or silent, and RemoteError if an owner cannot answer.
         """
         draw = self._get_draw(op)
-        remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
+        submit = self._submit_remote if nodes.ndim == 1 else self._submit_remote_rows
+        remote = submit(op, nodes, parameters, exclude, layer=layer, phase=phase)
         return lambda: join_pieces(
-            len(nodes), [*self._draw_pieces(draw, nodes, parameters, exclude), *remote()]
-        )
-
-    def submit_rows(
-        self,
-        op: str,
-        rows: Array,
-        parameters: str = "",
-        *,
-        exclude: Array = NO_EDGES,
-        layer: int = 0,
-        phase: str = "sampling",
-    ) -> Callable[[], InEdges]:
-        """Request in-edges as :meth:`submit` does, with values for each request of a node.
-
-        Sends 8 C bytes per remote row, and receives 8 bytes per row and 16 per edge.
-
-        Args:
-            rows: (C, K) int64. Row i asks for the node ``rows[0, i]``, and its draw also depends on the other
-                C - 1 values. Nodes may be repeated.
-        """
-        draw = self._get_draw(op)
-        remote = self._submit_remote_rows(op, rows, parameters, exclude, layer=layer, phase=phase)
-        return lambda: join_pieces(
-            rows.shape[1], [*self._draw_pieces(draw, rows, parameters, exclude), *remote()]
+            nodes.shape[-1], [*self._draw_pieces(draw, nodes, parameters, exclude), *remote()]
         )
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
