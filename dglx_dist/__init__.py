@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dglx_dist.api import wrap as wrap
     from dglx_dist.dataloading import negative as negative
     from dglx_dist.dataloading.edge_loader import gather_pair_rows as gather_pair_rows
+    from dglx_dist.dataloading.temporal import TemporalNeighborSampler as TemporalNeighborSampler
     from dglx_dist.errors import CheckpointError as CheckpointError
     from dglx_dist.errors import ConfigError as ConfigError
     from dglx_dist.errors import DatasetError as DatasetError
@@ -67,6 +68,7 @@ _EXPORTS = {
     "register_strategy shutdown strategy_names wrap",
     "dataloading": "negative",
     "dataloading.edge_loader": "gather_pair_rows",
+    "dataloading.temporal": "TemporalNeighborSampler",
     "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError Stopped StorageError "
     "UnknownNameError",
     "graph": "optim",

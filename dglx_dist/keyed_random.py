@@ -345,13 +345,17 @@ def _draw_unequal(
     elif len(csc.weights) > 0:
         _draw_weighted(csc, stream, choices, out, scratch)
     else:
-        _draw_uniform(key, len(choices), rule.replace, out, np.zeros((len(choices) >> 6) + 1, np.uint64))
+        draw_uniform(key, len(choices), rule.replace, out, np.zeros((len(choices) >> 6) + 1, np.uint64))
         for i in range(len(out)):
             out[i] = choices[out[i]]
 
 
 @njit(cache=True, nogil=True)
-def _draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: Array) -> None:
+def draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: Array) -> None:
+    """Write len(out) uniform draws in [0, degree) to ``out``, which are distinct unless ``replace``.
+
+    ``bits`` are at least degree / 64 words, which are zero before and after the call.
+    """
     if replace:
         number = 0
         for i in range(len(out)):
@@ -393,7 +397,7 @@ def draw_hop(
                 for j in range(degree):
                     out[j] = j
             else:
-                _draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
+                draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
             first = start + csc.first_edge
         else:
             count = _list_candidates(csc, rule.exclude, start, end, candidates)

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from datetime import datetime, timezone
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -234,6 +235,30 @@ def parse_fractions(text: str, flag: str) -> tuple[float, ...]:
         return tuple(float(word) for word in parse_names(text))
     except ValueError:
         raise ConfigError(f"{flag} {text!r} must be numbers separated by commas, like 1,1,2") from None
+
+
+def read_time(text: str) -> float:
+    """Return a time from text: an integer, a float, or an ISO date as seconds since 1970 in UTC.
+
+    Raises ConfigError if it is none of these, or a date with fractions of a second.
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    try:
+        date = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a time. Use a number, or a date like 2024-05-31T12:00.") from None
+    if date.microsecond:
+        raise ConfigError(f"{text!r} has fractions of a second, but dates are stored as whole seconds.")
+    return int((date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp())
+
+
+def parse_times(text: str, _flag: str) -> tuple[float, ...]:
+    """Parse ``1700000000,2024-01-31`` as two times, see :func:`read_time`."""
+    return tuple(read_time(word) for word in parse_names(text))
 
 
 def parse_tolerances(text: str, flag: str) -> float | dict[str, float]:

@@ -34,6 +34,12 @@ REVERSE = "-rev"
 """Suffix of reverse relations, as in GraphStorm."""
 
 FEATURE, LABEL = "feat", "label"
+SEED_ID = "seed_id"
+"""Node column of blocks with a tree for each seed: the position of the seed in the batch."""
+TIME = "time"
+"""Node column of blocks with times: the time of the seed."""
+ROW_ID = "_row_id"
+"""Node column of blocks with a tree for each seed: an id of the row, because a node has several rows."""
 SPLITS = TRAIN, VALIDATION, TEST = ("train_mask", "val_mask", "test_mask")
 
 

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,26 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         parse=parse_fractions,
     )
 
+    time: str | None = option(
+        None,
+        "Edge column of times, by which the in-edges of each node are sorted for dx.TemporalNeighborSampler: "
+        "integers, floats or ISO dates.",
+        metavar="COLUMN",
+    )
+    add_time: bool = option(
+        False,
+        "DATA is a partitioned dataset. Sort its edges by the column of --time, and write no other one.",
+    )
+
     def __post_init__(self) -> None:
+        if self.add_time and self.time is None:
+            raise ConfigError("--add-time sorts edges by a column. Name it with --time COLUMN.")
         added = {} if self.id is None else {"id": self.id}
         if self.format in LINE_FORMATS:
             added["format"] = self.format
             object.__setattr__(self, "format", "dglx")
+        elif self.format == "dgl" and self.time is not None:
+            raise ConfigError("DGL's files have no order by time. Leave out --time, or use --format dglx.")
         elif self.format not in ("dglx", "dgl"):
             raise ConfigError(
                 f"format is {self.format!r}, but must be 'dglx' or 'dgl', or for a text file of edges one of "
@@ -146,6 +162,22 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
     return replace(graph, node_data=node_data)
 
 
+def check_time(graph: RawGraph, time: str) -> None:
+    """Raise ConfigError unless an edge type of ``graph`` has the column ``time`` with one number per edge."""
+    # This module imports Numba, which is slow.
+    from dglx_dist.data.times import find_time_dtype
+
+    columns = {etype: data[time] for etype, data in graph.edge_data.items() if time in data}
+    if not columns:
+        known = sorted({name for data in graph.edge_data.values() for name in data})
+        raise ConfigError(
+            f"--time {time}: no edge type has this column (known: {', '.join(known) or 'none'}). Name "
+            "another column, or leave --time out."
+        )
+    for etype, column in columns.items():
+        find_time_dtype(column.dtype.name, column.shape[1:], f"the column {time!r} of {etype}")
+
+
 _LONGEST_WAIT_S = 6 * 3600.0
 """Time-out of waiting for rank 0, which assigns the smallest graph alone. A failed rank is noticed at
 once."""
@@ -178,12 +210,56 @@ def _write_columns(dataset: StoredDataset, num_parts: int) -> None:
     write_slices(dataset, num_parts)
 
 
+def _sort_by_time(folder: Path, time: str) -> None:
+    """Sort the edges of the dataset in ``folder`` by the column ``time``, in its cache."""
+    # This module imports torch, which partitioners do not need.
+    from dglx_dist.data.storage.reader import open_dataset
+    from dglx_dist.graph.time_order import find_time_columns, open_part_order
+
+    dataset = open_dataset(folder)
+    columns = find_time_columns(dataset.manifest, time, None)
+    for etype, part in product(columns.edges, range(dataset.manifest.num_parts)):
+        open_part_order(dataset, columns, etype, part, None)
+    names = ", ".join(":".join(etype) for etype in columns.edges)
+    write(
+        f"sorted the edges {names} by {time!r} ({columns.dtype}): dx.TemporalNeighborSampler(..., {time!r})"
+    )
+
+
+def _note_missing_columns(
+    graph: RawGraph, node_columns: Mapping[str, Mapping[str, Any]], tell: Callable[..., None]
+) -> None:
+    if not any(LABEL in data for data in node_columns.values()):
+        names = list_possible_labels(node_columns)
+        hint = names and f"; to learn one of {names}, rename it to {LABEL!r}"
+        tell(f"note: there are no labels (column {LABEL!r}){hint}")
+    for ntype, data in node_columns.items():
+        # Models of several types have trainable rows of their own.
+        if graph.is_homogeneous and FEATURE not in data:
+            names = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
+            columns = f"feat_0, feat_1 ... or {FEATURE!r}; other columns: {names}"
+            tell(f"note: there are no features ({columns})")
+        if LABEL in data and not data.keys() & {*SPLITS}:
+            nodes = "nodes" if graph.is_homogeneous else f"nodes {ntype!r}"
+            tell(
+                f"note: {nodes} have labels, but not the 'split' that `dglx train` needs. Add "
+                "--split 0.8,0.1,0.1 to draw one."
+            )
+
+
 @command(PartitionCommand)
 def partition(config: PartitionCommand) -> None:
     """Partition a graph into a folder that every strategy can train on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
+    if config.add_time:
+        _sort_by_time(Path(config.data), str(config.time))
+    else:
+        _partition(config)
+
+
+def _partition(config: PartitionCommand) -> None:
     from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
     from dglx_dist.data.storage.manifest import check_target
     from dglx_dist.memory import return_memory
@@ -207,29 +283,18 @@ def partition(config: PartitionCommand) -> None:
             )
             if config.split is not None:
                 graph = draw_splits(graph, config.split, plan.seed)
+            if config.time is not None:
+                check_time(graph, config.time)
             node_columns = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
-            if not any(LABEL in data for data in node_columns.values()):
-                names = list_possible_labels(node_columns)
-                hint = names and f"; to learn one of {names}, rename it to {LABEL!r}"
-                tell(f"note: there are no labels (column {LABEL!r}){hint}")
-            for ntype, data in node_columns.items():
-                # Models of several types have trainable rows of their own.
-                if graph.is_homogeneous and FEATURE not in data:
-                    names = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
-                    columns = f"feat_0, feat_1 ... or {FEATURE!r}; other columns: {names}"
-                    tell(f"note: there are no features ({columns})")
-                if LABEL in data and not data.keys() & {*SPLITS}:
-                    nodes = "nodes" if graph.is_homogeneous else f"nodes {ntype!r}"
-                    tell(
-                        f"note: {nodes} have labels, but not the 'split' that `dglx train` needs. Add "
-                        "--split 0.8,0.1,0.1 to draw one."
-                    )
+            _note_missing_columns(graph, node_columns, tell)
             quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
         f"replication factor {quality.replication_factor:.2f}; "
         f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
     )
+    if config.time is not None and ranks.is_first:
+        _sort_by_time(out, config.time)
     for name, reached in quality.missed.items():
         tell(f"warning: {name} reached {reached:.3f}, more than requested", style="yellow")
     train = suggest_training_command(out, node_columns, graph.edges)

@@ -75,6 +75,7 @@ from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
 from dglx_dist.training.tasks import LinkPrediction, read_task, to_predictions, to_probabilities
+from dglx_dist.training.temporal import TemporalLinks
 from dglx_dist.training.tracing import check_trace, hide_credentials
 
 CHECKPOINTS = "checkpoints"
@@ -243,7 +244,7 @@ def _write_outputs(
     outputs = [(EMBEDDING, plan.save_embeddings), (PREDICTION, plan.predictions)]
     if not any(folder for _, folder in outputs):
         return
-    if not isinstance(target, str):
+    if isinstance(target, LinkEvaluation):
         with compute_rows(wrapped, g, inputs) as rows:
             if plan.save_embeddings is not None:
                 tables = rows if len(rows) > 1 else rows[g.ntypes[0]]
@@ -253,6 +254,7 @@ def _write_outputs(
                 edges = target.test_edges(wrapped, rows)
                 write_edges(edges, g, plan.predictions, scores=plan.scores, overwrite=True)
         return
+    assert isinstance(target, str), "links over time have no outputs"
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have this method
 
@@ -349,7 +351,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
 
 
-Target: TypeAlias = str | LinkEvaluation
+Target: TypeAlias = str | LinkEvaluation | TemporalLinks
 """Node type to predict, or the evaluation of the edge types to predict."""
 
 
@@ -366,6 +368,8 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
     if not sum(map(g.num_edges, targets)):
         raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}. Name others with --target.")
+    if plan.time is not None:
+        return _prepare_temporal(plan, g, targets)
     is_new_split = split_edges(g, targets)
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         raise ConfigError(
@@ -380,6 +384,29 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     }
     plan, built = replace(plan, metric=list_metrics(LINK, plan.metric)), _build_link(plan, g, targets)
     return plan, LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric), built, notes
+
+
+def _prepare_temporal(
+    plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]
+) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
+    """Return what :func:`_prepare` returns, for links over time. Every rank must call this."""
+    time, split_time = plan.time, plan.split_time
+    assert time is not None and split_time is not None, "the configuration checks it"  # noqa: PT018
+    plan = replace(plan, metric=list_metrics(LINK, plan.metric))
+    built = _build_link(plan, g, targets)
+    fanouts = fill_defaults(plan).fanouts or ()
+    target = TemporalLinks(
+        g=g,
+        targets=targets,
+        time=time,
+        split_times=split_time,
+        fanouts=fanouts,
+        inputs=built[1],
+        metrics=plan.metric,
+    )
+    names = ",".join(relation for _, relation, _ in targets)
+    split = f"up to {split_time[0]}, up to {split_time[1]}, later, by {time}"
+    return plan, target, built, {"task": LINK, "target": names, "edge_split": split}
 
 
 def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
@@ -578,9 +605,13 @@ def _fit(
     else:
         options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
         options["evaluate"] = target
-        loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts, "inputs": inputs}
         loading |= {"batch_size": plan.batch_size or 512, "negatives": plan.negatives}
-        loading = {"loader": link_loader(g, target.targets, **loading)}
+        make_loader: Callable[..., Any] = link_loader
+        if isinstance(target, TemporalLinks):
+            make_loader = target.train_loader
+        else:
+            loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts, "inputs": inputs}
+        loading = {"loader": make_loader(g, target.targets, **loading)}
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     settings |= {"momentum": plan.momentum} if plan.momentum else {}
     # The option is the name of a loss for --task link, but the field is a function.

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from dglx_dist.data.times import MISSING
 from dglx_dist.data.validate import check_finite, column_error
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import LABEL, Array
@@ -98,8 +99,14 @@ class TableColumn:
     def numbers(self) -> Array:
         """Return (K,) numbers or booleans, or (K, F) if rows are lists.
 
-        Raises DatasetError if values are missing, NaN, infinite or not numbers, or lists differ in length.
+        Dates become int64 seconds since 1970 in UTC, and missing dates the smallest int64. Raises
+        DatasetError if numbers are missing, NaN or infinite, dates have fractions of a second, values are
+        neither numbers nor dates, or lists differ in length.
         """
+        if pa.types.is_date(self.values.type) or pa.types.is_timestamp(self.values.type):
+            problem = "has a date with fractions of a second; round it, or write seconds as numbers"
+            seconds = replace(self, values=self._cast_values(pa.timestamp("s"), problem))
+            return as_numpy(seconds.values.cast(pa.int64()).fill_null(MISSING))
         self.refuse_gaps()
         list_type = self.values.type
         width = None

@@ -30,14 +30,15 @@ from dglx_dist.dataloading.negative import (
     read_negative,
 )
 from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names, read_sampler
+from dglx_dist.dataloading.seed_times import read_timed_items
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
     Maker,
     StepLoader,
-    read_items,
     read_loader_options,
     resolve_seed,
+    split_times,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
@@ -315,19 +316,29 @@ _TYPE_SHIFT = 44
 """Number of bits of a node id. The bits above hold the type of the node."""
 
 
+PairTimes: TypeAlias = Sequence[Mapping[EdgeType, Array]]
+"""(P,) keys of the times of the positive pairs by edge type, and those of the negative pairs, if any."""
+
+
 def build_pairs(
-    ntypes: Sequence[str], ids: Mapping[EdgeType, Array], positive: EdgePairs, negative: EdgePairs | None
-) -> tuple[Mapping[str, Array], list[dgl.DGLGraph]]:
+    ntypes: Sequence[str],
+    ids: Mapping[EdgeType, Array],
+    positive: EdgePairs,
+    negative: EdgePairs | None,
+    times: PairTimes = (),
+) -> tuple[Mapping[str, Array], Mapping[str, Array], list[dgl.DGLGraph]]:
     """Build pair graphs over the nodes that occur in the pairs, with all types of the graph.
 
     Args:
         ids: (B,) int64 ids of the positive edges of every type.
         positive: Ends of the positive edges.
         negative: Ends of the negative pairs, if there is a negative sampler.
+        times: Times of the pairs. With times, a node occurs once for each of the times of its pairs.
 
     Returns:
-        (seeds, graphs). ``seeds`` maps a node type to the (n,) int64 ascending distinct ids in the pairs.
-        ``graphs`` holds the positive pair graph and, if there are negatives, the negative pair graph.
+        (seeds, seed times, graphs). ``seeds`` maps a node type to the (n,) int64 ascending distinct ids in
+        the pairs. Seed times are empty without ``times``. ``graphs`` holds the positive pair graph and, if
+        there are negatives, the negative pair graph.
     """
     pair_sets = [positive] if negative is None else [positive, negative]
     # Use the order of types in dgl.heterograph.
@@ -341,6 +352,12 @@ def build_pairs(
     ]
     # Number all nodes of all pairs at once, by type and then by id.
     distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
+    distinct_times: Array | None = None
+    if times:
+        pair_times = [np.concatenate([by_type[etype] for etype in etypes]) for by_type in times]
+        # The keys are those of both ends of the positives, and then of the negatives.
+        times_of_keys = np.concatenate([moments for moments in pair_times for _ in (0, 1)])
+        distinct, distinct_times, rows = _split_by_time(distinct, rows.reshape(-1), times_of_keys)
     starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
     nodes = {ntype: distinct[starts[i] : starts[i + 1]] - type_bits[ntype] for i, ntype in enumerate(ntypes)}
     rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
@@ -353,7 +370,21 @@ def build_pairs(
             graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(node_ids)
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
-    return nodes, graphs
+    seed_times = {}
+    if distinct_times is not None:
+        seed_times = {ntype: distinct_times[starts[i] : starts[i + 1]] for i, ntype in enumerate(ntypes)}
+    return nodes, seed_times, graphs
+
+
+def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Array, Array]:
+    """Return the distinct pairs of node and time as two arrays, and the (K,) index of each row among them.
+
+    ``rows`` are (K,) indices of ``nodes``, and ``times`` the (K,) times of the rows.
+    """
+    moments, moment_of_row = np.unique(times, return_inverse=True)
+    keys, index = np.unique(rows * len(moments) + moment_of_row.reshape(-1), return_inverse=True)
+    node_of_key, moment_of_key = np.divmod(keys, max(len(moments), 1))
+    return nodes[node_of_key], moments[moment_of_key], index
 
 
 def _build_pair_graph(
@@ -458,8 +489,9 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
 
     def sample_items(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> EdgeBatch:
         begin = time.perf_counter()
-        seeds, pairs = self._draw_pairs(edges, epoch)
-        batch = EdgeBatch(seeds=seeds, edges=edges, pairs=pairs)
+        edges, edge_times = split_times(edges)
+        seeds, seed_times, pairs = self._draw_pairs(edges, edge_times, epoch)
+        batch = EdgeBatch(seeds=seeds, seed_times=seed_times, edges=edges, pairs=pairs)
         exclude = self.exclude(edges)
         pairs_s = time.perf_counter() - begin
         self.blocks.sample_blocks(batch, epoch, exclude, step=step)
@@ -493,13 +525,14 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         return (nodes, pairs[0], blocks) if len(pairs) == 1 else (nodes, pairs[0], pairs[1], blocks)
 
     def _draw_pairs(
-        self, edges: Mapping[EdgeType, Array], epoch: int
-    ) -> tuple[Mapping[str, Array], list[dgl.DGLGraph]]:
+        self, edges: Mapping[EdgeType, Array], times: Mapping[EdgeType, Array], epoch: int
+    ) -> tuple[Mapping[str, Array], Mapping[str, Array], list[dgl.DGLGraph]]:
         # Send all requests before waiting for the first answer.
         pending_ends = {etype: self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()}
         ends = {etype: pending() for etype, pending in pending_ends.items()}
+        pair_times = [times] if times else []
         if self.negative is None:
-            return build_pairs(self.g.ntypes, edges, ends, None)
+            return build_pairs(self.g.ntypes, edges, ends, None, pair_times)
         batch = [
             Positives(
                 etype=etype,
@@ -515,7 +548,26 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         ]
         no_pairs: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
         negative_pairs = dict.fromkeys(edges, no_pairs) | (self.negative(batch) if batch else {})
-        return build_pairs(self.g.ntypes, edges, ends, negative_pairs)
+        if times:
+            pair_times.append(
+                {etype: _repeat_times(etype, times[etype], negative_pairs[etype]) for etype in edges}
+            )
+        return build_pairs(self.g.ntypes, edges, ends, negative_pairs, pair_times)
+
+
+def _repeat_times(etype: EdgeType, times: Array, negatives: Pairs) -> Array:
+    """Return the times of negative pairs, which are those of their (B,) positive edges.
+
+    Raises ConfigError unless each edge has as many negatives as the others.
+    """
+    num_negatives = len(negatives[0])
+    per_edge, remainder = divmod(num_negatives, max(len(times), 1))
+    if remainder or (num_negatives and not len(times)):
+        raise ConfigError(
+            f"the negative sampler returned {num_negatives} pairs for {len(times)} edges of {etype}, so the "
+            "time of each pair is unknown. Return k consecutive pairs for each edge."
+        )
+    return np.repeat(times, per_edge)
 
 
 EdgesBatch: TypeAlias = (
@@ -647,13 +699,13 @@ def _read_options(
         _check_wrapper(sampler, (*rule.values(), negative))
         rule = {name: getattr(sampler, name) for name in rule}
         sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
-    read_sampler(sampler)
+    plan = read_sampler(sampler)
     loader_options = read_loader_options(options)
     exclude = rule["exclude"]
     if exclude is not None and not isinstance(exclude, str) and not callable(exclude):
         loader_options = replace(loader_options, exclude=exclude)
         rule = {**rule, "exclude": None}
-    items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
+    items = read_timed_items(g, eids, plan, loader_options, "edge")
     return EdgeOptions(
         sampler=sampler,
         exclude=rule["exclude"],

@@ -28,7 +28,7 @@ class NodeTable(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _slot_of(table: NodeTable, node: int) -> np.uint64:
+def find_slot(table: NodeTable, node: int) -> np.uint64:
     """Return the slot of ``node`` in a hashed table, or the free slot where it belongs."""
     # The product is meant to overflow: its upper bits depend on all bits of the node.
     slot_mask = np.uint64(len(table.keys) - 1)
@@ -63,7 +63,7 @@ def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, n
     base = np.uint32(table.base)
     for i in range(len(sources)):
         node = np.int64(sources[i])
-        slot = _slot_of(table, node)
+        slot = find_slot(table, node)
         if table.slots[slot] < base:
             table.slots[slot] = base + np.uint32(count)
             table.keys[slot] = node
@@ -333,7 +333,7 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
     for node_type in range(len(nodes.counts)):
         keys = nodes.keys[nodes.starts[node_type] :]
         for i in range(nodes.counts[node_type]):
-            slot = _slot_of(table, keys[i])
+            slot = find_slot(table, keys[i])
             table.slots[slot] = np.uint32(table.base) + np.uint32(i)
             table.keys[slot] = keys[i]
     return table

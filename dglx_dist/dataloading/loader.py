@@ -26,17 +26,20 @@ from dglx_dist.dataloading.sampler_spec import (
     read_sampler,
     read_shard_weights,
 )
+from dglx_dist.dataloading.seed_times import read_timed_items, read_tree_rule
 from dglx_dist.dataloading.step_loader import (
+    Items,
     LoaderOptions,
     StepLoader,
-    read_items,
     read_loader_options,
     resolve_seed,
 )
+from dglx_dist.dataloading.trees import TreeRule, TreeSource, make_row_draw
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Ids
 from dglx_dist.graph.sampling import group_by_type, make_csc, make_keyed_draw, read_fanouts
 from dglx_dist.graph.structure import NO_EDGES
+from dglx_dist.graph.time_order import TimeColumns, open_time_orders
 from dglx_dist.keyed_random import Csc, Rule
 from dglx_dist.records import Array, EdgeType
 
@@ -54,13 +57,18 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     Raises ConfigError on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ,
     and IndexError if an excluded edge does not exist. The other ranks raise ConfigError.
     """
-    columns, draws = run_on_all_ranks(
-        g.session, lambda: _read_local_plan(g, sampler, plan, options, seed), ConfigError
+    columns, draws, trees = run_on_all_ranks(
+        g.session,
+        lambda: (*_read_local_plan(g, sampler, plan, options, seed), read_tree_rule(g, plan, options)),
+        ConfigError,
     )
     rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}"
-    check_equal(g.session, "the sampler", f"fanouts={plan.fanouts}, {rule}")
+    trees_of_rule = "" if trees is None else f"trees={trees}, "
+    check_equal(g.session, "the sampler", f"{trees_of_rule}fanouts={plan.fanouts}, {rule}")
     if draws is None:
         return SamplerMaker(sampler, g, columns)
+    if trees is not None:
+        return KernelMaker(_open_trees(g, draws, *trees), draws, g, columns)
     return KernelMaker(_open_source(g, draws, plan.weights), draws, g, columns)
 
 
@@ -104,6 +112,20 @@ def _open_source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str
     if all(structure.is_replicated for structure in structures):
         return LocalSource(draws.schema, _read_structures(g, weights))
     return RemoteSource(draws.schema, structures, op or _serve_draws(g, weights, draws))
+
+
+def _open_trees(g: DistGraph, draws: DrawSettings, rule: TreeRule, columns: TimeColumns | None) -> TreeSource:
+    """Open the orders by time and serve the draws of trees on all servers. Every rank must call this."""
+    excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
+    rules = gather_json([repr(rule), repr(columns), compute_digest(excluded.items())], g.session)
+    op = f"trees.{hashlib.sha256(str(rules).encode()).hexdigest()}"
+    if not all(g.structure(etype).serves(op) for etype in excluded):
+        orders = {} if columns is None else open_time_orders(g, columns)
+        for etype, ids in excluded.items():
+            g.structure(etype).serve(op, make_row_draw(rule, ids, orders.get(etype)))
+    # The first rank that returns may send requests at once.
+    barrier(g.session, "opening a loader")
+    return TreeSource(draws.schema, [g.structure(etype) for etype in draws.schema.etypes], op, rule)
 
 
 def open_neighborhood_maker(
@@ -223,15 +245,11 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
     """
 
     def __init__(self, g: DistGraph, indices: Ids | Mapping[str, Ids], sampler: Any, **options: Any) -> None:
-        counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        loader_options, plan, seeds = run_on_all_ranks(
-            g.session,
-            lambda: (
-                read_loader_options(options),
-                read_sampler(sampler),
-                read_items(indices, counts, "node"),
-            ),
-            ConfigError,
-        )
+        def read_arguments() -> tuple[LoaderOptions, SamplePlan, Items[str]]:
+            loader_options = read_loader_options(options)
+            plan = read_sampler(sampler)
+            return loader_options, plan, read_timed_items(g, indices, plan, loader_options, "node")
+
+        loader_options, plan, seeds = run_on_all_ranks(g.session, read_arguments, ConfigError)
         maker = open_maker(g, sampler, plan, loader_options, resolve_seed(loader_options, g.session))
         super().__init__(g.session, seeds, loader_options, maker)

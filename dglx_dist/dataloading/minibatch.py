@@ -19,6 +19,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.data.times import to_times
 from dglx_dist.dataloading.feature_fetch import (
     WINDOW_BYTES,
     Columns,
@@ -29,15 +30,19 @@ from dglx_dist.dataloading.feature_fetch import (
 )
 from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, ThreadTable
 from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource
-from dglx_dist.dataloading.step_loader import Maker, StepLoader, run_ahead
+from dglx_dist.dataloading.step_loader import Maker, StepLoader, run_ahead, split_times
+from dglx_dist.dataloading.trees import TreeSource, hash_rows
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import BlockTypes
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy, ids_to_device
-from dglx_dist.records import Array, EdgeType, StepShare
+from dglx_dist.records import ROW_ID, SEED_ID, TIME, Array, EdgeType, StepShare
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+
+NO_COLUMNS: Mapping[str, Array] = MappingProxyType({})
 
 
 @final
@@ -55,13 +60,20 @@ class BatchBlockBuilder:
         self._destinations = schema.destination_types.tolist()
         self._types = BlockTypes(schema.ntypes, relations, self._sources, self._destinations)
 
-    def blocks(self, batch: RawBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
+    def blocks(
+        self, batch: RawBatch, node_columns: Mapping[str, Array] = NO_COLUMNS
+    ) -> tuple[dict[str, Tensor], list[DGLBlock]]:
         """Return ({node type: input node ids}, blocks), with the block of layer 1 first.
 
-        The tensors share memory with ``batch``.
+        The tensors share memory with ``batch`` and the (n, ...) ``node_columns`` of its nodes.
         """
-        all_nodes = torch.from_numpy(batch.nodes)
-        nodes = [all_nodes[first:last] for first, last in pairwise(batch.node_starts.tolist())]
+        tensors = {
+            name: torch.from_numpy(rows) for name, rows in {dgl.NID: batch.nodes, **node_columns}.items()
+        }
+        nodes = [
+            {name: rows[first:last] for name, rows in tensors.items()}
+            for first, last in pairwise(batch.node_starts.tolist())
+        ]
         indptr, sources, edge_ids = map(torch.from_numpy, (batch.indptr, batch.sources, batch.edge_ids))
         columns = {dgl.EID: edge_ids}
         if self._has_weights:
@@ -81,7 +93,8 @@ class BatchBlockBuilder:
                 edges.append((num_src, num_dst, offsets, sources[first:last], type_columns))
                 first_offset += num_dst + 1
             blocks.append(self._types.block(edges, nodes, (num_src_by_type, num_dst_by_type)))
-        return dict(zip(self._schema.ntypes, nodes, strict=True)), blocks[::-1]
+        ids = [columns[dgl.NID] for columns in nodes]
+        return dict(zip(self._schema.ntypes, ids, strict=True)), blocks[::-1]
 
 
 Seeds: TypeAlias = Mapping[str, Array]
@@ -101,6 +114,10 @@ class MiniBatch:
     """One batch on its way through the stages of a loader."""
 
     seeds: Seeds
+    seed_times: Seeds = field(default_factory=dict)
+    """(B,) int64 keys of the times of the seeds by type, if the sampler needs them."""
+    node_columns: Mapping[str, Array] = field(default_factory=dict)
+    """(n, ...) columns of the nodes of ``raw`` that the blocks get."""
     raw: RawBatch | None = None
     """Arrays from the kernels. None after the blocks are built."""
     sources: Mapping[str, Array] = field(default_factory=dict)
@@ -162,7 +179,8 @@ class NodeMaker(Maker[str, MiniBatch]):
     def sample_items(
         self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
     ) -> MiniBatch:
-        batch = MiniBatch(seeds=seeds)
+        ids, times = split_times(seeds)
+        batch = MiniBatch(seeds=ids, seed_times=times)
         self.sample_blocks(batch, epoch, exclude, step=step)
         return batch
 
@@ -251,10 +269,13 @@ def count_batch_bytes(nodes: int, offsets: int, edges: int) -> int:
 class KernelMaker(NodeMaker):
     """Stages that call the compiled kernels to make blocks."""
 
-    def __init__(self, source: BatchSource, draws: DrawSettings, g: DistGraph, columns: Columns) -> None:
+    def __init__(
+        self, source: BatchSource | TreeSource, draws: DrawSettings, g: DistGraph, columns: Columns
+    ) -> None:
         super().__init__(g, columns)
         self._source, self._draws = source, draws
-        self._get_source: Callable[[int], BatchSource] = lambda _step: source
+        self._get_source: Callable[[int], BatchSource | TreeSource] = lambda _step: source
+        self._has_trees = isinstance(source, TreeSource)
         self._schema = draws.schema
         has_weights = draws.by_source is not None and draws.by_source.unequal
         self._builder = BatchBlockBuilder(draws.schema, has_weights)
@@ -262,6 +283,8 @@ class KernelMaker(NodeMaker):
         self._idle_tables: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
 
     def offline(self) -> KernelMaker:
+        if self._has_trees:
+            raise ConfigError("batches with a tree for each seed are drawn by their own rank only.")
         if not isinstance(self._source, LocalSource):
             raise ConfigError(
                 "this server has only a part of the graph's structure. Open the graph with "
@@ -270,7 +293,8 @@ class KernelMaker(NodeMaker):
         return KernelMaker(self._source, self._draws, self._g, Columns())
 
     def sampling_signature(self) -> str:
-        return self._draws.signature()
+        trees = f", {self._source.rule}" if isinstance(self._source, TreeSource) else ""
+        return self._draws.signature() + trees
 
     def begin(
         self, loader: StepLoader[str, MiniBatch, Any], epoch: int, steps: Callable[[], Iterator[int]]
@@ -281,7 +305,9 @@ class KernelMaker(NodeMaker):
         return stages
 
     def claim(self) -> None:
-        self.claimed_rows = self._columns.claim(self._g.kvstore)
+        # Trees repeat input nodes, and reserved rows are for distinct nodes.
+        if not self._has_trees:
+            self.claimed_rows = self._columns.claim(self._g.kvstore)
 
     def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
         """Return a function from step to its source. Consecutive batches share a source and its requests."""
@@ -334,14 +360,11 @@ class KernelMaker(NodeMaker):
         begin = time.perf_counter()
         request = self._draws.request(batch.seeds, epoch, exclude, step)
         source = self._get_source(step)
-        try:
-            table = self._idle_tables.get_nowait()
-        except queue.Empty:
-            table = ThreadTable(sum(self._schema.num_nodes))
-        try:
-            raw = batch.raw = source.sample(request, exclude, table)
-        finally:
-            self._idle_tables.put(table)
+        if isinstance(source, TreeSource):
+            raw = self._sample_trees(source, batch, request, exclude)
+        else:
+            raw = self._sample_nodes(source, request, exclude)
+        batch.raw = raw
         batch.sources = {
             ntype: raw.nodes[raw.node_starts[type_index] : raw.node_starts[type_index + 1]]
             for type_index, ntype in enumerate(self._schema.ntypes)
@@ -350,6 +373,31 @@ class KernelMaker(NodeMaker):
         batch.num_bytes = count_batch_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
         batch.sample_s = time.perf_counter() - begin
 
+    def _sample_nodes(self, source: BatchSource, request: SampleRequest, exclude: Excluded) -> RawBatch:
+        try:
+            table = self._idle_tables.get_nowait()
+        except queue.Empty:
+            table = ThreadTable(sum(self._schema.num_nodes))
+        try:
+            return source.sample(request, exclude, table)
+        finally:
+            self._idle_tables.put(table)
+
+    def _sample_trees(
+        self, source: TreeSource, batch: MiniBatch, request: SampleRequest, exclude: Excluded
+    ) -> RawBatch:
+        """Draw the trees of ``batch``, and set the columns that tell the tree and the time of each row."""
+        no_times = np.empty(0, np.int64)
+        times = np.concatenate([batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes])
+        raw, seed_ids, tree_keys = source.sample(request, exclude, times)
+        columns = {SEED_ID: seed_ids}
+        if len(self._schema.ntypes) == 1:
+            columns[ROW_ID] = hash_rows(tree_keys, seed_ids, raw.nodes)
+        if source.rule.dtype is not None:
+            columns[TIME] = to_times(times, source.rule.dtype)[seed_ids]
+        batch.node_columns = columns
+        return raw
+
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
         store = self._g.kvstore
@@ -357,7 +405,13 @@ class KernelMaker(NodeMaker):
         assert raw is not None
         edges = self._split_edge_ids(raw) if self._columns.edges else []
         batch.finish_pull = submit_columns(
-            store, self._columns, batch.sources, batch.seeds, edges, claimed_rows=self.claimed_rows
+            store,
+            self._columns,
+            batch.sources,
+            batch.seeds,
+            edges,
+            distinct=not self._has_trees,
+            claimed_rows=self.claimed_rows,
         )
         batch.fetch_s = time.perf_counter() - begin
 
@@ -366,7 +420,7 @@ class KernelMaker(NodeMaker):
         begin = time.perf_counter()
         raw, batch.raw = batch.raw, None
         assert raw is not None
-        input_nodes, batch.blocks = self._builder.blocks(raw)
+        input_nodes, batch.blocks = self._builder.blocks(raw, batch.node_columns)
         batch.input_nodes = unwrap_single_type(input_nodes)
         batch.output_nodes = _seeds_to_node_ids(batch.seeds, self._schema.ntypes)
         batch.sample_s += time.perf_counter() - begin

@@ -11,6 +11,7 @@ from dgl.dataloading import BlockSampler, EdgePredictionSampler, LaborSampler, N
 
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler import SourceDraws
+from dglx_dist.dataloading.temporal import TemporalNeighborSampler
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import view_as_numpy
 from dglx_dist.graph.structure import Structure
@@ -28,8 +29,9 @@ Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
 """Names of columns of the only type, or a dict of them by type."""
 
 _SUPPORTED = (
-    "Use dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler or a subclass of "
-    "BlockSampler with a sample_blocks that calls g.sample_neighbors."
+    "Use dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, "
+    "dx.TemporalNeighborSampler, or a subclass of BlockSampler with a sample_blocks that calls "
+    "g.sample_neighbors."
 )
 
 
@@ -45,6 +47,8 @@ class SamplePlan:
     """Edge column of the unnormalised probabilities. None draws uniformly."""
     by_source: SourceDraws | None = None
     """Options of LABOR."""
+    temporal: TemporalNeighborSampler | None = None
+    """The sampler, if it samples by time."""
     node_feats: Names = ()
     """Node columns for the sources of the first block."""
     labels: Names = ()
@@ -57,8 +61,21 @@ class SamplePlan:
         """Whether blocks have ``edge_weights``. They do if LABOR draws with unequal probabilities."""
         return self.by_source is not None and self.by_source.unequal
 
+    def refuse_trees(self, strategy: str, disjoint: object = False) -> None:
+        """Raise ConfigError if each seed has a tree of its own, which ``strategy`` does not support.
+
+        ``disjoint`` is whether the loader has options of trees.
+        """
+        if self.temporal is not None or disjoint:
+            option = "disjoint= or seed_time=" if self.temporal is None else type(self.temporal).__name__
+            raise ConfigError(
+                f"{option} needs rows of its own for each seed, but {strategy} computes each node once per "
+                "step. Use strategy='data_parallel'."
+            )
+
     def check_takes_all(self, strategy: str) -> None:
-        """Raise ConfigError if the sampler weighs edges, which ``strategy`` does not support."""
+        """Raise ConfigError if the sampler weighs edges or has trees, which ``strategy`` does not support."""
+        self.refuse_trees(strategy)
         if self.weights is not None or self.has_edge_weights:
             raise ConfigError(
                 f"the sampler draws edges by {self.weights or 'importance_sampling'!r}, but {strategy} takes "
@@ -112,6 +129,8 @@ def read_sampler(sampler: object) -> SamplePlan:
         labels=read_column_names(sampler.prefetch_labels, "prefetch_labels"),
         edge_feats=read_column_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
     )
+    if isinstance(sampler, TemporalNeighborSampler):
+        return replace(plan, fanouts=_read_fanouts(sampler.fanouts), temporal=sampler)
     if not _is_stock(sampler):
         if isinstance(sampler, LaborSampler):
             raise ConfigError(

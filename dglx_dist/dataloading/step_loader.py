@@ -82,6 +82,8 @@ class Items(Generic[K]):
 
     ids: Mapping[K, Array]
     """(n_t,) int64 distinct ids of every type of the graph, in the order of the graph. n_t may be 0."""
+    times: Mapping[K, Array] | None = None
+    """(n_t,) int64 keys of the times of the ids, if the loader samples by time. Then ids may be repeated."""
 
     def __len__(self) -> int:
         return sum(len(ids) for ids in self.ids.values())
@@ -91,32 +93,52 @@ class Items(Generic[K]):
         if not shuffle:
             return np.arange(len(self))
         keys = [
-            hash_ids(ids, stream_key(seed, epoch, _SHUFFLE - type_index))
-            for type_index, ids in enumerate(self.ids.values())
+            self._hash(kind, stream_key(seed, epoch, _SHUFFLE - type_index))
+            for type_index, kind in enumerate(self.ids)
         ]
         return np.argsort(np.concatenate(keys), kind="stable")
 
     def take(self, positions: Array) -> dict[K, Array]:
-        """Return the ids at (k,) ``positions`` by type, in the order of the positions."""
-        if len(self.ids) == 1:
-            return {key: ids[positions] for key, ids in self.ids.items()}
-        ids_by_type = {}
+        """Return the ids at (k,) ``positions`` by type, in the order of the positions.
+
+        With times, an array is (2, k) int64 ids and times, see :func:`split_times`.
+        """
+        taken = {}
         first = 0
         for key, ids in self.ids.items():
-            positions_of_type = positions[(positions >= first) & (positions < first + len(ids))]
-            ids_by_type[key] = ids[positions_of_type - first]
+            local = positions
+            if len(self.ids) > 1:
+                local = positions[(positions >= first) & (positions < first + len(ids))] - first
+            taken[key] = ids[local]
+            if self.times is not None:
+                taken[key] = np.stack([taken[key], self.times[key][local]])
             first += len(ids)
-        return ids_by_type
+        return taken
 
     def digest(self) -> int:
         """Return a 64-bit hash of the ids, which does not depend on their order."""
         digest = np.uint64(0)
-        for type_index, ids in enumerate(self.ids.values()):
-            digest ^= np.bitwise_xor.reduce(hash_ids(ids, stream_key(0, 0, type_index)), initial=np.uint64(0))
+        for type_index, kind in enumerate(self.ids):
+            hashes = self._hash(kind, stream_key(0, 0, type_index))
+            digest ^= np.bitwise_xor.reduce(hashes, initial=np.uint64(0))
         return int(digest.view(np.int64))
 
+    def _hash(self, kind: K, stream: np.uint64) -> Array:
+        hashes = hash_ids(self.ids[kind], stream)
+        if self.times is None:
+            return hashes
+        return hash_ids(hashes.view(np.int64) ^ self.times[kind], stream)
 
-def read_items(indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> Items[K]:
+
+def split_times(items: Mapping[K, Array]) -> tuple[dict[K, Array], dict[K, Array]]:
+    """Return the ids and the times of the result of :meth:`Items.take`. Without times, these are empty."""
+    ids = {key: array if array.ndim == 1 else array[0] for key, array in items.items()}
+    return ids, {key: array[1] for key, array in items.items() if array.ndim > 1}
+
+
+def read_items(
+    indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str, *, is_distinct: bool = True
+) -> Items[K]:
     """Check the ids of a loader.
 
     Args:
@@ -124,6 +146,7 @@ def read_items(indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: 
             an edge type is a triple or the name of a relation.
         counts: Number of nodes or edges of every type, in the order of the graph.
         what: ``node`` or ``edge``, for messages.
+        is_distinct: Whether ids must be distinct.
 
     Raises:
         ConfigError: a type is unknown or ambiguous, several types need a dict, or an id is repeated.
@@ -131,7 +154,7 @@ def read_items(indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: 
     """
     refuse_by_name(indices)
     ids_by_type = group_by_type(indices, counts, what)
-    for key, ids in ids_by_type.items():
+    for key, ids in ids_by_type.items() if is_distinct else ():
         distinct, uses = np.unique(ids, return_counts=True)
         if len(distinct) != len(ids):
             raise ConfigError(
@@ -184,6 +207,12 @@ class LoaderOptions:
     feature_dtype: torch.dtype | None = None
     """Dtype of floating-point input and edge columns in blocks. By default, float16 and bfloat16 become
     float32, and other columns keep their dtype."""
+    disjoint: bool = False
+    """Whether each seed has a tree of its own, with rows of its own. Blocks then have the column ``seed_id``.
+    This is always so with :class:`TemporalNeighborSampler`."""
+    seed_time: Any = None
+    """Times of the seeds for :class:`TemporalNeighborSampler`: one per seed, a number for all seeds, the name
+    of a column, or a dict of these by type."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "{name}={value!r}")

@@ -14,7 +14,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.row_kernels import find_first_outside, plan_remote, spread_rows
+from dglx_dist.graph.row_kernels import MAX_IDS, find_first_outside, plan_remote, spread_rows
 from dglx_dist.records import Array, EdgeType
 
 
@@ -64,7 +64,8 @@ PendingAnswers: TypeAlias = Callable[[], list[Array]]
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 """Function from (piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending
-ids of edges that must not be drawn) to the drawn in-edges."""
+ids of edges that must not be drawn) to the drawn in-edges. Requests of rows have (C, k) int64 in place of the
+ids, see :meth:`Structure.submit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,9 @@ class Piece:
 
 def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
     """Return the in-edges of ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
+    if len(pieces) == 1 and np.array_equal(pieces[0].positions, np.arange(num_nodes)):
+        return pieces[0].edges
+
     degrees = np.zeros(num_nodes, dtype=np.int64)
     for piece in pieces:
         sizes = np.diff(piece.edges.indptr)
@@ -129,6 +133,24 @@ def _check_answer_ids(name: str, ids: Array, first: int, end: int) -> None:
     position = find_first_outside(ids - first, end - first)
     if position >= 0:
         raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {first} to {end - 1}")
+
+
+def rows_to_wire(edges: InEdges) -> list[Array]:
+    """Return [in-degrees, sources, edge ids] as int64: 8 bytes per row and 16 per edge."""
+    return [np.diff(edges.indptr), edges.sources.astype(np.int64, copy=False), edges.edge_ids]
+
+
+def rows_from_wire(
+    num_rows: int, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
+) -> InEdges:
+    """Undo :func:`rows_to_wire`. Raises ValueError as :func:`from_wire` does."""
+    degrees, sources, edge_ids = arrays
+    destinations = np.arange(num_rows)
+    if degrees.shape != (num_rows,) or degrees.dtype != np.int64 or (num_rows and degrees.min() < 0):
+        raise ValueError(f"the answer must have {num_rows} int64 counts of edges, not {degrees.shape}")
+    return from_wire(
+        destinations, [sources, np.repeat(destinations, degrees), edge_ids], num_sources, edge_range
+    )
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
@@ -242,11 +264,13 @@ class Structure:
         """Request in-edges of nodes and return at once, before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 bytes per edge. A request also has 8 bytes for
-        each excluded edge of the server that answers.
+        each excluded edge of the server that answers. A request of rows sends 8 C bytes per remote row, and
+        receives 8 bytes per row and 16 per edge.
 
         Args:
             op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges.
-            nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated.
+            nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated. Or (C, K)
+                int64 rows of a node and C - 1 other values that its draw depends on.
             parameters: Parameters for the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: Keys of the traffic ledger.
@@ -257,11 +281,12 @@ class Structure:
             dead or silent, and RemoteError if an owner cannot answer.
         """
         draw = self._get_draw(op)
-        wait_for_remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
+        submit = self._submit_remote if nodes.ndim == 1 else self._submit_remote_rows
+        wait_for_remote = submit(op, nodes, parameters, exclude, layer=layer, phase=phase)
 
         def wait() -> InEdges:
             local_pieces = self._draw_pieces(draw, nodes, parameters, exclude)
-            return join_pieces(len(nodes), [*local_pieces, *wait_for_remote()])
+            return join_pieces(nodes.shape[-1], [*local_pieces, *wait_for_remote()])
 
         return wait
 
@@ -289,6 +314,11 @@ class Structure:
     ) -> Callable[[], list[Piece]]:
         return list
 
+    def _submit_remote_rows(
+        self, op: str, rows: Array, parameters: str, exclude: Array, *, layer: int, phase: str
+    ) -> Callable[[], list[Piece]]:
+        return list
+
     def _get_draw(self, op: str) -> Draw:
         if op not in self._draws:
             raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}). Call serve() first.")
@@ -299,14 +329,17 @@ class Structure:
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
             if len(positions):
-                edges = draw(shard, nodes[positions], parameters, exclude)
+                is_complete = len(positions) == nodes.shape[-1]
+                local_nodes = nodes if is_complete else np.ascontiguousarray(nodes[..., positions])
+                edges = draw(shard, local_nodes, parameters, exclude)
                 starts = np.arange(len(positions) + 1)
                 pieces.append(Piece(edges=edges, starts=starts, positions=positions))
         return pieces
 
     def _find_local_nodes(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
+        ids = nodes if nodes.ndim == 1 else nodes[0]
         for shard in self.shards:
-            yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+            yield shard, np.flatnonzero((ids >= shard.first_node) & (ids < shard.last_node))
 
     def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
         """Return a list of one (K,) int64 array: the in-degrees of ``nodes``, 0 if a node is not local."""
@@ -412,13 +445,8 @@ class PartitionedStructure(Structure):
         submit = self._session.rpc.submit
         calls = []
         for rank, first, end in plan.requests(self._placement.serving_ranks):
-            server = self._placement.topology.server_of_rank[rank]
-            edge_range = self._edge_bounds[server : server + 2]
-            arrays = [plan.ids[first:end]]
-            first_excluded, end_excluded = np.searchsorted(exclude, edge_range)
-            # Without an excluded edge of the server, the request has one array only.
-            if end_excluded > first_excluded:
-                arrays.append(exclude[first_excluded:end_excluded])
+            edge_range, excluded = self._find_excluded(rank, exclude)
+            arrays = [plan.ids[first:end], *excluded]
             call = submit(rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer)
             calls.append((call, first, end, edge_range))
 
@@ -431,6 +459,42 @@ class PartitionedStructure(Structure):
             return pieces
 
         return wait
+
+    def _submit_remote_rows(
+        self, op: str, rows: Array, parameters: str, exclude: Array, *, layer: int, phase: str
+    ) -> Callable[[], list[Piece]]:
+        """Request the rows of other servers as :meth:`_submit_remote` requests nodes."""
+        servers = np.searchsorted(self._node_bounds, rows[0], side="right") - 1
+        calls = []
+        for server, rank in enumerate(self._placement.serving_ranks):
+            edge_range, excluded = self._find_excluded(rank, exclude)
+            all_positions = np.flatnonzero(servers == server)
+            is_own = server == self._placement.topology.server
+            for first in range(0, 0 if is_own else len(all_positions), MAX_IDS):
+                positions = all_positions[first : first + MAX_IDS]
+                arrays = [np.ascontiguousarray(rows[:, positions]), *excluded]
+                submit = self._session.rpc.submit
+                call = submit(rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer)
+                calls.append((call, positions, edge_range))
+
+        def wait() -> list[Piece]:
+            return [
+                Piece(
+                    edges=rows_from_wire(len(positions), call.result(), self.num_sources, edge_range),
+                    starts=np.arange(len(positions) + 1),
+                    positions=positions,
+                )
+                for call, positions, edge_range in calls
+            ]
+
+        return wait
+
+    def _find_excluded(self, rank: int, exclude: Array) -> tuple[Array, list[Array]]:
+        """Return the range of edges of a rank's server, and the excluded edges to send to it, if any."""
+        server = self._placement.topology.server_of_rank[rank]
+        edge_range = self._edge_bounds[server : server + 2]
+        begin, end = np.searchsorted(exclude, edge_range)
+        return edge_range, [exclude[begin:end]] if end > begin else []
 
     def close(self) -> None:
         for op in self._ops:
@@ -507,11 +571,12 @@ class PartitionedStructure(Structure):
             server = self._placement.topology.server
             first = self._node_bounds[server]
             end = self._node_bounds[server + 1]
-            if len(nodes) and (nodes.min() < first or nodes.max() >= end):
+            ids = nodes if nodes.ndim == 1 else nodes[0]
+            if len(ids) and (ids.min() < first or ids.max() >= end):
                 raise IndexError(f"server {server} owns the nodes {first} to {end - 1} of {self.etype[2]!r}")
 
-            pieces = self._draw_pieces(draw, nodes, parameters, exclude)
-            return to_wire(nodes, join_pieces(len(nodes), pieces))
+            edges = join_pieces(len(ids), self._draw_pieces(draw, nodes, parameters, exclude))
+            return to_wire(nodes, edges) if nodes.ndim == 1 else rows_to_wire(edges)
 
         self._register(op, answer)
 

@@ -137,7 +137,7 @@ class BlockTypes:
     def block(
         self,
         edges: Sequence[tuple[int, int, Tensor, Tensor, Mapping[str, Tensor]]],
-        nodes: Sequence[Tensor] | None,
+        nodes: Sequence[Mapping[str, Tensor]] | None,
         counts: tuple[list[int], list[int]],
     ) -> DGLBlock:
         """Build a block.
@@ -145,16 +145,17 @@ class BlockTypes:
         Args:
             edges: Numbers of sources and destinations, offsets and sources as in :func:`build_block`, and
                 columns, of each edge type.
-            nodes: Global ids of each node type. The first ones are sources, and the first of them
-                destinations. None: the block has no ids.
+            nodes: Columns of each node type, such as global ids. The first rows are sources, and the first of
+                them destinations. None: the block has no columns.
             counts: Numbers of sources and of destinations of each node type.
         """
         indices = [_build_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
         edge_frames = [Frame(columns, num_rows=len(sources)) for *_, sources, columns in edges]
         sizes = utils.toindex([*counts[0], *counts[1]], "int64")
         index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, sizes)
+        no_columns: Sequence[Mapping[str, Tensor]] = [{}] * len(self._ntypes)
         frames = [
-            Frame({} if nodes is None else {dgl.NID: nodes[ntype][:count]}, num_rows=count)
+            Frame({name: rows[:count] for name, rows in (nodes or no_columns)[ntype].items()}, num_rows=count)
             for side_counts in counts
             for ntype, count in enumerate(side_counts)
         ]

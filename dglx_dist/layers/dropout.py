@@ -28,7 +28,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward, tree_leaves
 from dglx_dist.keyed_random import item_key, stream_key
 from dglx_dist.layers.masks import ColumnRange, count_dropped, draw_bits, draw_kept_entries, draw_on_device
-from dglx_dist.records import Array
+from dglx_dist.records import ROW_ID, Array
 
 
 def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
@@ -199,7 +199,13 @@ def has_rows(graph: Any) -> bool:
 
 def find_pass_ids(graph: Any) -> Tensor | None:
     """Return the argument of :meth:`NodeDropouts.begin` for a pass that begins with ``graph``."""
-    return graph.srcdata.get(dgl.NID) if len(graph.srctypes) == 1 else None
+    return _get_row_ids(graph.srcdata) if len(graph.srctypes) == 1 else None
+
+
+def _get_row_ids(columns: Any) -> Tensor | None:
+    """Return ids of the rows of a graph's nodes. With a tree for each seed, a node has several rows."""
+    ids: Tensor | None = columns.get(ROW_ID)
+    return columns.get(dgl.NID) if ids is None else ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -485,12 +491,12 @@ def _find_graph_ids(graph: Any, count: int) -> Tensor | None:
         return None
     if not has_rows(graph) and count != graph.num_nodes():
         return None
-    ids: Tensor | None = graph.srcdata.get(dgl.NID)
+    ids = _get_row_ids(graph.srcdata)
 
     # Blocks that ready-made models merge know only the ids of their destinations. If sources and destinations
     # are of one type, the destinations are the first sources, so the ids of the sources serve both.
     has_target_rows = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()
-    return graph.dstdata.get(dgl.NID) if ids is None or has_target_rows else ids
+    return _get_row_ids(graph.dstdata) if ids is None or has_target_rows else ids
 
 
 def _find_edge_ids(graph: Any, count: int) -> Tensor | None:

@@ -28,6 +28,7 @@ from dglx_dist.options import (
     option,
     parse_integers,
     parse_names,
+    parse_times,
     path_option,
 )
 from dglx_dist.registry import AUTO, suggest_name
@@ -421,6 +422,18 @@ class TrainConfig(RunOptions, ModelConfig):
         "Loss of an edge and its negatives. softmax: cross-entropy of the edge among them. bpr: the edge is "
         "ranked above each of them. bce: each is classified alone, which may not learn.",
     )
+    time: str | None = _of_link(
+        None,
+        "Edge column of times. Models then see only edges before the scored edge (data_parallel). Each later "
+        "edge is ranked among 50 random destinations. Needs --split-time.",
+        metavar="COLUMN",
+    )
+    split_time: tuple[float, ...] | None = _of_link(
+        None,
+        "Last time of the training edges and of the validation edges: numbers, or dates like 2024-05-31.",
+        metavar="T1,T2",
+        parse=parse_times,
+    )
     epochs: int = _of_optimizer(
         20, "Number of training epochs, including those before a resume.", check=at_least(1)
     )
@@ -553,9 +566,9 @@ class TrainConfig(RunOptions, ModelConfig):
         if self.task != LINK:
             yield "embeddings", self.embeddings is not None and auto, "left out with --strategy auto"
             defaults = {field.name: field.default for field in fields(self)}
-            for name in ("target", "decoder", "negatives", "loss"):
+            for name in ("target", "decoder", "negatives", "loss", "time", "split_time"):
                 is_set = getattr(self, name) != defaults[name]
-                yield name, is_set, "left out without --task link, which trains on edges"
+                yield name.replace("_", "-"), is_set, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another model without --task link: it has no layers"
             return
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
@@ -563,6 +576,7 @@ class TrainConfig(RunOptions, ModelConfig):
             raise ConfigError(
                 "--task link needs a named strategy like data_parallel, because auto tries batches of nodes"
             )
+        yield from self._time_checks()
         width = "embeddings" if self.model == NO_ENCODER else "hidden"
         is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
         yield width, is_odd, f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
@@ -572,6 +586,20 @@ class TrainConfig(RunOptions, ModelConfig):
             has_no_rows,
             "combined with --embeddings, the width of the rows that it scores, like 64",
         )
+
+    def _time_checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield the checks of :meth:`_checks` of links over time."""
+        split_time = self.split_time or ()
+        remedy = "combined with --split-time T1,T2, the ends of training and validation edges"
+        yield "time", self.time is not None and self.split_time is None, remedy
+        remedy = "two rising times, combined with --time COLUMN"
+        is_wrong = len(split_time) != 2 or split_time[0] > split_time[1] or self.time is None
+        yield "split-time", self.split_time is not None and is_wrong, remedy
+        for name in ("predictions", "save_embeddings") if self.time is not None else ():
+            remedy = "left out with --time, because rows of a node differ from time to time"
+            yield name.replace("_", "-"), getattr(self, name) is not None, remedy
+        has_no_blocks = self.time is not None and self.model == NO_ENCODER
+        yield "model", has_no_blocks, "another model with --time: none reads no edges"
 
 
 _NOT_TRAINED = (

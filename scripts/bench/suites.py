@@ -27,6 +27,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         "micro.labor:main",
         "LABOR beside neighbour sampling: rows, bytes with a look-ahead cache, time",
     ),
+    "temporal": ("micro.temporal:main", "sampling by time: edges per second, and links of the future"),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
     "regret": ("micro.regret:main", "the choice of auto on real graphs beside every exact way"),
     "tasks": ("micro.tasks:main", "every task on real graphs beside a plain loop of DGL"),

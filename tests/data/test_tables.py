@@ -28,6 +28,9 @@ FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
         (pa.array([1.0, np.nan]), "column 'x', row 1: nan"),
         (pa.array([[1.0, 2.0], [3.0, None]]), "column 'x', row 1: has an empty value"),
         (pa.array([[1.0], []]), "column 'x', row 1: a list of 0, but row 0 has 1"),
+        (pa.array([0, 86400]).cast(pa.timestamp("s")).cast(pa.date32()), [0, 86400]),
+        (pa.array([5, None]).cast(pa.timestamp("s", "Europe/Berlin")), [5, -(2**63)]),
+        (pa.array([5500]).cast(pa.timestamp("ms")), "column 'x' has a date with fractions of a second"),
         (pa.array(["a"]), "column 'x' must hold numbers; it holds string"),
     ],
 )

@@ -167,7 +167,7 @@ def test_scores_take_the_rows_of_each_type() -> None:
 
 def test_scores_are_those_of_edges_added_to_a_pair_graph() -> None:
     etype, ends = ("_N", "r", "_N"), (np.array([0, 1]), np.array([1, 2]))
-    _, (graph,) = build_pairs(["_N"], {etype: np.arange(2)}, {etype: ends}, None)
+    *_, (graph,) = build_pairs(["_N"], {etype: np.arange(2)}, {etype: ends}, None)
     rows = torch.randn(3, D)
     graph.add_edges([2], [0])
     result = edge_scores(DotProduct(), graph, rows, [etype])[etype]

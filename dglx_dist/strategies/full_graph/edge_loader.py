@@ -17,6 +17,7 @@ from dglx_dist.dataloading.edge_loader import (
 )
 from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.minibatch import Excluded, MiniBatch, NodeMaker
+from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EdgeType, StepShare
@@ -36,6 +37,7 @@ def read_edge_request(
     Raises ConfigError if they need other blocks in each step, or the strategy's options do.
     """
     checked = read_edge_options(g, **arguments)
+    read_sampler(checked.sampler).refuse_trees(strategy, checked.options.disjoint)
     if checked.exclude is not None:
         raise ConfigError(
             f"exclude={checked.exclude!r} removes other edges in each batch, but {strategy} passes messages "

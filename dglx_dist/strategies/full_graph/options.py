@@ -229,6 +229,7 @@ def _read_arguments(
             "of all seeds; give dgl.dataloading.MultiLayerFullNeighborSampler(number of layers) or "
             f"{NeighborSampler.__name__}, or use strategy='data_parallel'"
         )
+    plan.refuse_trees(strategy, options.disjoint or options.seed_time is not None)
 
     mask = plan.weights if _is_mask(g, plan) else None
     if mask is None:

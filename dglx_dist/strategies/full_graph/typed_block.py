@@ -191,7 +191,7 @@ def typed_halo_block(
         for etype, relation in layer.relations.items()
     ]
     types = BlockTypes(ntypes, [name for _, name, _ in etypes], *ends)
-    plain = types.block(edges, [*sources.values()], counts)
+    plain = types.block(edges, [{dgl.NID: ids} for ids in sources.values()], counts)
     if edge_order is not None:
         note_edge_order(plain, edge_order)
     return TypedHaloBlock(plain, layer, exchanges, out_degrees)

@@ -517,19 +517,20 @@ class GroupStages(Stages[GroupedBatch]):
 
 
 def split_prefetch(
-    g: DistGraph, sampler: Any, names: Mapping[str, tuple[str, ...]]
+    g: DistGraph, sampler: Any, names: Mapping[str, tuple[str, ...]], disjoint: object = False
 ) -> tuple[Any, dict[str, tuple[str, ...]]]:
     """Return ``sampler`` without prefetched feature matrices, and ``names`` by type with those matrices.
 
     Of several types, only those that have names lose their matrices. Raises ConfigError if the sampler gives
-    blocks edge weights.
+    blocks edge weights, or if it samples by time or the loader is ``disjoint``.
     """
     if isinstance(sampler, EdgePredictionSampler):
         edge_sampler = copy.copy(sampler)
-        edge_sampler.sampler, cut_names = split_prefetch(g, sampler.sampler, names)
+        edge_sampler.sampler, cut_names = split_prefetch(g, sampler.sampler, names, disjoint)
         return edge_sampler, cut_names
 
     plan = read_sampler(sampler)
+    plan.refuse_trees("push_pull", disjoint)
     if plan.has_edge_weights:
         raise ConfigError(
             "LaborSampler with prob= or importance_sampling= sets edge_weights on blocks, but push_pull does "

@@ -145,7 +145,9 @@ class OpenedPushPull(OpenedStrategy):
         """Return a loader like ``inner_class`` with the columns of matrices that ``sampler`` prefetches."""
         stores = self.columns
         reduced_sampler, names = run_on_all_ranks(
-            self.session, lambda: split_prefetch(self.g, sampler, self._names), ConfigError
+            self.session,
+            lambda: split_prefetch(self.g, sampler, self._names, loader_options.get("disjoint")),
+            ConfigError,
         )
         inner_loader = inner_class(self.g, seeds, reduced_sampler, **loader_options)
         if names != self._names:

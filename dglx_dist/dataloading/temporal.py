@@ -1,0 +1,66 @@
+"""The sampler of neighbours with times."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn, final
+
+from dgl.dataloading import BlockSampler
+
+from dglx_dist.errors import ConfigError
+
+
+@final
+class TemporalNeighborSampler(BlockSampler):
+    """Samples in-edges that are not later than the time of their seed.
+
+    Each seed has a tree of its own, and all rows of a tree have the time of the seed. Blocks have the node
+    columns ``seed_id``, the position of the seed in the batch, and ``time``. A node can have several rows.
+    The time of a seed is ``seed_time=`` of the loader. By default it is the node's ``node_time``, or in a
+    loader of edges the ``edge_time`` of the edge, which is also the time of its negatives.
+
+    Times are integers or floats. Edges with the time of the seed are sampled, so pass ``exclude="self"`` to
+    leave out the edges of a batch. Edges without a time (NaN) are never sampled. Edge types without the
+    column are always sampled. ``dglx partition --time`` sorts the edges by time, or else the first loader.
+
+    Args:
+        fanouts: Number of edges per node and edge type, with layer 1 first, as for DGL's ``NeighborSampler``.
+        edge_time: Name of the edge column of times, or None if only nodes have times.
+        node_time: Name of a node column of times. An edge then exists from the later of its own time and the
+            time of its source. Node types without the column always exist.
+        strategy: ``uniform`` draws among the edges of the past. ``last`` takes the most recent ones. Among
+            edges of equal time it takes those with the largest ids.
+        window: Longest time between an edge and the seed, inclusive, in the unit of the column.
+        prefetch: ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats``, as in DGL.
+
+    Raises:
+        ConfigError: there is no column of times, or the strategy or the window is invalid.
+    """
+
+    def __init__(
+        self,
+        fanouts: Any,
+        edge_time: str | None = "time",
+        node_time: str | None = None,
+        strategy: Literal["uniform", "last"] = "uniform",
+        window: float | None = None,
+        **prefetch: Any,
+    ) -> None:
+        super().__init__(**prefetch)
+        if strategy not in ("uniform", "last"):
+            raise ConfigError(f"strategy={strategy!r}. Choose 'uniform' or 'last'.")
+        if edge_time is None and node_time is None:
+            raise ConfigError("edge_time and node_time are both None. Name a column of times.")
+        if window is not None and not (isinstance(window, int | float) and 0 <= window < float("inf")):
+            raise ConfigError(f"window={window!r}. Use a number of at least 0, or None for no limit.")
+        self.fanouts = fanouts
+        self.edge_time = edge_time
+        self.node_time = node_time
+        self.strategy = strategy
+        self.window = window
+
+    def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> NoReturn:
+        """Raise ConfigError, because only the loaders of this package know the times of seeds."""
+        raise ConfigError(
+            f"TemporalNeighborSampler does not sample {type(g).__name__} itself. Pass it to dx.DataLoader or "
+            "dx.DistEdgeDataLoader."
+        )

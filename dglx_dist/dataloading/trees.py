@@ -1,0 +1,417 @@
+"""Sampling with a tree for each seed, with or without times. The design is in :mod:`dglx_dist.data.times`.
+
+A row of a batch is a pair of node and tree. Trees share no rows, so a node that two trees reach has two rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, final
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.data.times import TimeDtype, TimeOrder, subtract_window
+from dglx_dist.dataloading.kernels import (
+    NodeTable,
+    RawBatch,
+    SampleRequest,
+    Schema,
+    find_slot,
+    grow_array,
+    make_larger_table,
+)
+from dglx_dist.graph.sampling import pack_hop_parameters
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
+from dglx_dist.keyed_random import draw_uniform, item_key, merge_ids, mix
+from dglx_dist.records import Array, EdgeType
+
+_NO_POSITIONS: Array = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeRule:
+    """How the in-edges of a row are drawn."""
+
+    replace: bool = False
+    """Whether an edge may be drawn more than once."""
+    takes_last: bool = False
+    """Whether the most recent edges are taken, instead of uniform draws."""
+    window: float | None = None
+    """Longest time between an edge and its seed, or None for no limit."""
+    dtype: TimeDtype | None = None
+    """Dtype of the times, or None for trees without times."""
+
+
+class _TimedCsc(NamedTuple):
+    """In-edges of one shard. Without times, ``positions`` and ``keys`` are empty."""
+
+    indptr: Array
+    indices: Array
+    positions: Array
+    keys: Array
+    first_node: int
+    first_edge: int
+
+
+@njit(cache=True, nogil=True)
+def _find_first_above(keys: Array, firsts: Array, lasts: Array, bounds: Array, out: Array) -> None:
+    """Write for each row the first position in [first, last) of a key above its bound, or ``last``."""
+    for i in range(len(firsts)):
+        first = firsts[i]
+        last = lasts[i]
+        bound = bounds[i]
+        # The processor guesses the branches and reads the next keys ahead, which is faster than selecting.
+        while first < last:
+            middle = (first + last) >> 1
+            if keys[np.uint64(middle)] > bound:
+                last = middle
+            else:
+                first = middle + 1
+        out[i] = first
+
+
+@njit(cache=True, nogil=True)
+def _find_ranges(csc: _TimedCsc, rows: Array, firsts: Array, lasts: Array) -> None:
+    """Write the first and last position, in the order of times, of the edges that each row may draw."""
+    # Arrays are read from their tuple before the loops, because each access would count a reference.
+    indptr = csc.indptr
+    nodes = rows[0]
+    for i in range(len(nodes)):
+        row = np.uint64(nodes[i] - csc.first_node)
+        firsts[i] = indptr[row]
+        lasts[i] = indptr[row + np.uint64(1)]
+    if len(csc.keys):
+        _find_first_above(csc.keys, firsts, lasts, rows[2], lasts)
+        if len(rows) > 3:
+            _find_first_above(csc.keys, firsts, lasts, rows[3] - 1, firsts)
+
+
+@njit(cache=True, nogil=True)
+def _has_excluded(csc: _TimedCsc, exclude: Array, node: int) -> bool:
+    """Return whether an in-edge of ``node`` is among the ascending ids ``exclude``."""
+    row = node - csc.first_node
+    first = np.searchsorted(exclude, csc.indptr[row] + csc.first_edge)
+    return bool(first < len(exclude) and exclude[first] < csc.indptr[row + 1] + csc.first_edge)
+
+
+@njit(cache=True, nogil=True)
+def _list_candidates(csc: _TimedCsc, exclude: Array, first: int, last: int, out: Array) -> int:
+    """Write the positions in [first, last) of edges that are not excluded to ``out``. Return their number."""
+    count = 0
+    for position in range(first, last):
+        edge = position if len(csc.positions) == 0 else csc.positions[position]
+        nearest = np.searchsorted(exclude, edge + csc.first_edge)
+        if nearest == len(exclude) or exclude[nearest] != edge + csc.first_edge:
+            out[count] = position
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _draw_positions(
+    csc: _TimedCsc,
+    rows: Array,
+    fanout: int,
+    stream: np.uint64,
+    rule: tuple[bool, bool],
+    exclude: Array,
+) -> tuple[Array, Array]:
+    """Return the (K + 1,) indptr and the positions, in the order of times, of drawn in-edges of K rows."""
+    replace, takes_last = rule
+    nodes = rows[0]
+    tree_keys = rows[1]
+    firsts = np.empty(len(nodes), np.int64)
+    lasts = np.empty(len(nodes), np.int64)
+    _find_ranges(csc, rows, firsts, lasts)
+    largest = 0
+    indptr = np.zeros(len(nodes) + 1, np.int64)
+    for i in range(len(nodes)):
+        largest = max(largest, lasts[i] - firsts[i])
+    candidates = np.empty(largest if len(exclude) else 0, np.int64)
+    for i in range(len(nodes)):
+        count = lasts[i] - firsts[i]
+        if len(exclude) and _has_excluded(csc, exclude, nodes[i]):
+            count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
+        size = fanout if replace and count else min(fanout, count)
+        indptr[i + 1] = indptr[i] + (count if fanout < 0 else size)
+    positions = np.empty(indptr[-1], np.int64)
+    bits = np.zeros((largest >> 6) + 1, np.uint64)
+    for i in range(len(nodes)):
+        out = positions[indptr[i] : indptr[i + 1]]
+        if len(out) == 0:
+            continue
+        count = lasts[i] - firsts[i]
+        is_listed = len(exclude) > 0 and _has_excluded(csc, exclude, nodes[i])
+        if is_listed:
+            count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
+        if takes_last or fanout < 0 or (len(out) == count and not replace):
+            for j in range(len(out)):
+                out[j] = count - len(out) + j
+        else:
+            tree_stream = mix(stream ^ np.uint64(tree_keys[i]))
+            draw_uniform(item_key(tree_stream, nodes[i]), count, replace, out, bits)
+        for j in range(len(out)):
+            out[j] = candidates[out[j]] if is_listed else firsts[i] + out[j]
+    return indptr, positions
+
+
+@njit(cache=True, nogil=True)
+def _draw_rows(
+    csc: _TimedCsc, rows: Array, fanout: int, stream: np.uint64, rule: tuple[bool, bool], exclude: Array
+) -> tuple[Array, Array, Array]:
+    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of drawn in-edges of K rows.
+
+    Args:
+        rows: (C, K) int64: nodes, keys of their trees, and with times the largest and smallest key of times.
+        fanout: Edges per row; -1 for all.
+        rule: Whether edges may be repeated, and whether the last ones are taken.
+        exclude: (X,) ascending ids of edges that are not drawn.
+    """
+    indptr, edges = _draw_positions(csc, rows, fanout, stream, rule, exclude)
+    sources = np.empty(len(edges), np.int64)
+    positions = csc.positions
+    indices = csc.indices
+    # Separate loops read many edges at once.
+    if len(positions):
+        for i in range(len(edges)):
+            edges[i] = positions[np.uint64(edges[i])]
+    for i in range(len(edges)):
+        sources[i] = indices[np.uint64(edges[i])]
+        edges[i] += csc.first_edge
+    return indptr, sources, edges
+
+
+def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder] | None) -> Draw:
+    """Return the function by which a server draws in-edges of rows. A request adds to the excluded edges.
+
+    ``orders`` maps the first node of a shard to its order by time. It is None for a type without times.
+    """
+
+    def draw(shard: CSCShard, rows: Array, parameters: str, more_exclude: Array) -> InEdges:
+        hop = json.loads(parameters)
+        order = None if orders is None else orders.get(shard.first_node)
+        positions, keys = (_NO_POSITIONS, NO_EDGES) if order is None else (order.positions, order.keys)
+        csc = _TimedCsc(shard.indptr, shard.indices, positions, keys, shard.first_node, shard.first_edge)
+        # Edges of types without times have no last ones.
+        drawing = rule.replace, rule.takes_last and orders is not None
+        excluded = merge_ids(exclude, more_exclude)
+        stream = np.uint64(hop["stream"])
+        indptr, sources, edge_ids = _draw_rows(csc, rows, int(hop["fanout"]), stream, drawing, excluded)
+        return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
+
+    return draw
+
+
+@njit(cache=True, nogil=True)
+def make_tree_keys(seeds: Array, times: Array, first_key: int, out: Array) -> None:
+    """Write the key of the draws of each tree to ``out``, from its seed and its time, if there are times."""
+    for i in range(len(seeds)):
+        key = mix(np.uint64(seeds[i] + first_key))
+        # The time is not hashed before, because seed 3 at time 5 would have the key of seed 5 at time 3.
+        out[i] = np.int64(mix(key ^ np.uint64(times[i])) if len(times) else key)
+
+
+@njit(cache=True, nogil=True)
+def hash_rows(tree_keys: Array, trees: Array, nodes: Array) -> Array:
+    """Return (n,) int64 ids of the rows of a batch, which depend only on seed, time and node."""
+    out = np.empty(len(nodes), np.int64)
+    for i in range(len(nodes)):
+        # The key is hashed once more. Otherwise node 5 in the tree of 3 has the id of 3 in the tree of 5.
+        tree_key = mix(np.uint64(tree_keys[trees[i]]))
+        out[i] = np.int64(item_key(tree_key, nodes[i]) >> np.uint64(1))
+    return out
+
+
+class TreeRows(NamedTuple):
+    """The rows of one node type of a batch: pairs of node and tree."""
+
+    nodes: Array
+    """(n,) int64 global ids."""
+    trees: Array
+    """(n,) int64 trees, by position of the seed in the batch."""
+
+
+@njit(cache=True, nogil=True)
+def _find_tree_starts(trees: Array, num_trees: int) -> Array:
+    """Return (S, num_trees + 1) int64 starts of each tree in each of the S ascending runs of ``trees``."""
+    num_runs = 1
+    for i in range(1, len(trees)):
+        num_runs += trees[i] < trees[i - 1]
+    starts = np.empty((num_runs, num_trees + 1), np.int64)
+    run, next_tree = 0, 0
+    for i in range(len(trees)):
+        if i and trees[i] < trees[i - 1]:
+            starts[run, next_tree:] = i
+            run, next_tree = run + 1, 0
+        while next_tree <= trees[i]:
+            starts[run, next_tree] = i
+            next_tree += 1
+    starts[run, next_tree:] = len(trees)
+    return starts
+
+
+@njit(cache=True, nogil=True)
+def _find_largest_tree(row_starts: Array, edge_starts: Array, indptr: Array) -> int:
+    """Return the largest number of rows and edges of a tree."""
+    largest = 0
+    for tree in range(row_starts.shape[1] - 1):
+        size = 0
+        for run in range(len(row_starts)):
+            size += row_starts[run, tree + 1] - row_starts[run, tree]
+        for run in range(len(edge_starts)):
+            size += indptr[edge_starts[run, tree + 1]] - indptr[edge_starts[run, tree]]
+        largest = max(largest, size)
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _number_sources(
+    rows: TreeRows, destination_trees: Array, indptr: Array, sources: Array, num_trees: int
+) -> tuple[Array, TreeRows]:
+    """Number the sources of drawn edges among the rows of their node type.
+
+    Args:
+        rows: The rows so far, which are distinct.
+        destination_trees: (K,) trees of the rows that edges were drawn for.
+        indptr: (K + 1,) row starts of the edges.
+        sources: (E,) nodes.
+
+    Returns:
+        The (E,) number of each source, and the rows. New rows come after ``rows``, tree by tree.
+    """
+    num_rows = len(rows.nodes)
+    nodes = grow_array(rows.nodes, num_rows, num_rows + len(sources))
+    trees = grow_array(rows.trees, num_rows, num_rows + len(sources))
+    row_starts = _find_tree_starts(rows.trees, num_trees)
+    edge_starts = _find_tree_starts(destination_trees, num_trees)
+    # The table of a tree is small enough for the processor's cache, unlike a table of the batch.
+    num_slots = 2 * _find_largest_tree(row_starts, edge_starts, indptr)
+    table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), num_slots)
+    slots, keys = table.slots, table.keys
+    numbers_in_table = np.empty(len(slots), np.int64)
+    numbers = np.empty(len(sources), np.int64)
+    for tree in range(num_trees):
+        tree_table = NodeTable(slots, keys, tree + 1)
+        for run in range(len(row_starts)):
+            for number in range(row_starts[run, tree], row_starts[run, tree + 1]):
+                slot = find_slot(tree_table, nodes[number])
+                slots[slot] = tree + 1
+                keys[slot] = nodes[number]
+                numbers_in_table[slot] = number
+        for run in range(len(edge_starts)):
+            for edge in range(indptr[edge_starts[run, tree]], indptr[edge_starts[run, tree + 1]]):
+                slot = find_slot(tree_table, sources[edge])
+                if slots[slot] != tree + 1:
+                    slots[slot] = tree + 1
+                    keys[slot] = nodes[num_rows] = sources[edge]
+                    numbers_in_table[slot] = num_rows
+                    trees[num_rows] = tree
+                    num_rows += 1
+                numbers[edge] = numbers_in_table[slot]
+    return numbers, TreeRows(nodes[:num_rows], trees[:num_rows])
+
+
+@final
+class TreeSource:
+    """Samples a tree for each seed, from a replicated or a partitioned structure. Thread-safe.
+
+    For each hop and edge type, it makes one compiled call for local rows. For each remote row it sends 16
+    bytes without times, 24 with times and 32 with a window. It receives 8 bytes per row and 16 per edge. A
+    request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
+    :func:`make_row_draw`, by the rule of the loader without the exclusions of single batches.
+    """
+
+    def __init__(self, schema: Schema, structures: Sequence[Structure], op: str, rule: TreeRule) -> None:
+        self.rule = rule
+        self._schema = schema
+        self._structures = tuple(structures)
+        self._op = op
+        self._source_types = schema.source_types.tolist()
+        self._destination_types = schema.destination_types.tolist()
+
+    def sample(
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], times: Array = NO_EDGES
+    ) -> tuple[RawBatch, Array, Array]:
+        """Sample a batch.
+
+        Args:
+            exclude: Ascending edge ids by type that only this batch excludes.
+            times: (B,) int64 keys of the times of the seeds, if the trees have times.
+
+        Returns:
+            The batch, the (n,) int64 tree of each of its nodes, and the (B,) int64 keys of the trees.
+        """
+        num_trees = len(request.seeds)
+        tree_keys = np.empty(num_trees, np.int64)
+        rows = []
+        for (first, last), first_key in zip(pairwise(request.seed_ends), self._schema.offsets, strict=False):
+            seeds = request.seeds[first:last]
+            make_tree_keys(seeds, times[first:last], int(first_key), tree_keys[first:last])
+            rows.append(TreeRows(seeds, np.arange(first, last)))
+        columns = self._make_columns(tree_keys, times)
+        node_ends = [[len(of_type.nodes) for of_type in rows]]
+        pieces = []
+        for hop in range(len(request.fanouts)):
+            edges = self._draw(request, exclude, columns, hop, rows)
+            destinations = [rows[node_type].trees for node_type in self._destination_types]
+            for in_edges, trees_of_rows, source_type in zip(
+                edges, destinations, self._source_types, strict=True
+            ):
+                arrays = in_edges.indptr, in_edges.sources
+                numbers, rows[source_type] = _number_sources(
+                    rows[source_type], trees_of_rows, *arrays, num_trees
+                )
+                pieces.append((in_edges.indptr, numbers, in_edges.edge_ids))
+            node_ends.append([len(of_type.nodes) for of_type in rows])
+        edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in pieces)])
+        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        nodes, tree_of_node = rows[0]
+        if len(rows) > 1:
+            nodes, tree_of_node = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+        starts = np.cumsum([0, *node_ends[-1]])
+        no_weights = np.empty(0, np.float32)
+        ends = np.array(node_ends)
+        batch = RawBatch(nodes, starts, ends, indptr, sources, edge_ids, edge_ends, no_weights)
+        return batch, tree_of_node, tree_keys
+
+    def _make_columns(self, tree_keys: Array, times: Array) -> Array:
+        """Return (C - 1, B) int64 values of each tree that its rows send, see :func:`_draw_rows`."""
+        columns = [tree_keys]
+        if self.rule.dtype is not None:
+            columns.append(times)
+            if self.rule.window is not None:
+                columns.append(subtract_window(times, self.rule.window, self.rule.dtype))
+        return np.stack(columns)
+
+    def _draw(
+        self,
+        request: SampleRequest,
+        exclude: Mapping[EdgeType, Array],
+        columns: Array,
+        hop: int,
+        rows: Sequence[TreeRows],
+    ) -> list[InEdges]:
+        """Return the in-edges of one hop by edge type, for the ``rows`` of each node type.
+
+        Requests for all edge types are sent before the first answer is awaited.
+        """
+        waits: list[Callable[[], InEdges]] = []
+        for relation, structure in enumerate(self._structures):
+            nodes, trees = rows[self._destination_types[relation]]
+            fanout = int(request.fanouts[hop, relation])
+            if fanout == 0 or not len(nodes):
+                starts = np.zeros(len(nodes) + 1, np.int64)
+                waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
+                continue
+            requested = np.concatenate([nodes[None], columns[:, trees]])
+            parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
+            excluded = exclude.get(self._schema.etypes[relation], NO_EDGES)
+            layer = len(request.fanouts) - hop
+            wait = structure.submit(self._op, requested, parameters, exclude=excluded, layer=layer)
+            waits.append(wait)
+        return [wait() for wait in waits]

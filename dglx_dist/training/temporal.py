@@ -1,0 +1,194 @@
+"""Link prediction over time: edges of the past train, and edges of the future are ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
+from dglx_dist.data.times import NEVER, to_keys, to_times
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.negative import Uniform
+from dglx_dist.dataloading.temporal import TemporalNeighborSampler
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.row_kernels import view_as_numpy
+from dglx_dist.graph.split import edge_split
+from dglx_dist.graph.time_order import find_time_columns
+from dglx_dist.options import list_names
+from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, EdgeType
+from dglx_dist.strategies.base import open_strategy
+from dglx_dist.training.config import LINK, list_metrics
+from dglx_dist.training.inference import evaluating, gather_module
+from dglx_dist.training.metrics import average_precision, hits_at, mrr, roc_auc
+from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import gather_input_rows
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+_NUM_CANDIDATES = 50
+"""Number of random destinations that each validation and test edge is ranked among."""
+
+
+@final
+class TemporalLinks:
+    """Training edges up to a time, and the evaluation of later edges, for ``evaluate`` of ``FitConfig``.
+
+    Edges up to the first of the two times are for training, later ones up to the second time for validation,
+    and the others for testing. Edges without a time are in no split. Every pair is scored from edges before
+    its time, so no edge of the future, of the same moment, or of the batch is sampled. A validation or test
+    edge is ranked among its destination and 50 random ones, keyed by the edge, at its time. The results do
+    not depend on the number of ranks. Every rank must construct this.
+
+    Args:
+        targets: Edge types to predict.
+        time: Name of the edge column of times, which all edge types must have.
+        split_times: End of the training edges, and end of the validation edges.
+        fanouts: Number of edges per node, with layer 1 first.
+        inputs: Input rows of the training. None: the node data ``feat``.
+        metrics: ``mrr``, ``hits@K``, ``auc`` or ``roc_auc``, and ``average_precision``.
+
+    Raises:
+        ConfigError: on all ranks, if an edge type has no times, or no target is a training edge.
+    """
+
+    def __init__(
+        self,
+        *,
+        g: DistGraph,
+        targets: Sequence[EdgeType],
+        time: str,
+        split_times: Sequence[float],
+        fanouts: Sequence[int],
+        inputs: EntityInputs | None = None,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        self.g = g
+        self.targets = targets
+        self.inputs = inputs
+        self.metrics = list_names(metrics) or list_metrics(LINK, ())
+        self._time = time
+        self._dtype = run_on_all_ranks(g.session, self._check_times, ConfigError)
+        types = g.ntypes if inputs is None else inputs.feature_widths
+        columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
+        self._sampler = TemporalNeighborSampler(list(fanouts), time, prefetch_node_feats=columns)
+        ends = [-np.inf, *split_times, np.inf]
+        self._edges = {
+            name: {etype: self._find_edges(etype, name, *ends[side : side + 2]) for etype in targets}
+            for side, name in enumerate(SPLITS)
+        }
+        counts = [sum(map(len, edges.values())) for edges in self._edges.values()]
+        self._counts = dict(zip(SPLITS, gather_int64(counts, g.session).sum(axis=0), strict=True))
+        if not self._counts[TRAIN]:
+            raise ConfigError(
+                f"no edge has a time up to {split_times[0]}, so there is none to train on. Choose a later "
+                "first time of --split-time."
+            )
+        self._loaders: dict[str, DistEdgeDataLoader] = {}
+
+    def train_loader(
+        self, g: DistGraph, targets: Sequence[EdgeType], *, batch_size: int, negatives: int, **options: Any
+    ) -> Any:
+        """Return the loader of training edges and their negatives. Every rank must call this.
+
+        Destinations are replaced, and sources too if both ends of all targets are of one type. ``g`` and
+        ``targets`` are those of this object. ``options`` are those of :class:`DistEdgeDataLoader`.
+        """
+        replaces_sources = all(etype[0] == etype[2] for etype in targets)
+        sampler = Uniform(negatives, "both" if replaces_sources else "tail")
+        options |= {"batch_size": batch_size, "shuffle": True}
+        return open_strategy(g).edge_loader(**self._describe_loader(TRAIN, sampler), **options)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Return ``val_mrr``, ``test_mrr`` and so on. Every rank must call this."""
+        module: Any = gather_module(model)
+        metrics: dict[str, float] = {}
+        for split in (VALIDATION, TEST):
+            if not self._counts[split]:
+                continue
+            if split not in self._loaders:
+                candidates = Uniform(_NUM_CANDIDATES, "tail")
+                options = self._describe_loader(split, candidates)
+                self._loaders[split] = DistEdgeDataLoader(self.g, **options, batch_size=256)
+            with evaluating(module):
+                positive, negative = self._score(module, self._loaders[split])
+            values = {name: self._compute_metric(name, positive, negative) for name in self.metrics}
+            metrics |= {f"{split.removesuffix('_mask')}_{name}": value for name, value in values.items()}
+        return metrics
+
+    def _check_times(self) -> str:
+        columns = find_time_columns(self.g.dataset.manifest, self._time, None)
+        if missing := [etype for etype in self.g.canonical_etypes if etype not in columns.edges]:
+            raise ConfigError(
+                f"edges of {', '.join(map(str, missing))} have no times {self._time!r}, so models would see "
+                "those of the future. Add the column to all edge types, and partition again."
+            )
+        return columns.dtype
+
+    def _read_times(self, etype: EdgeType, ids: Array) -> Array:
+        times = self.g.edges[etype].data[self._time][torch.from_numpy(ids)]
+        return view_as_numpy(times).astype(self._dtype)
+
+    def _find_edges(self, etype: EdgeType, name: str, after: float, until: float) -> Tensor:
+        """Return the ids of this rank's share of the edges later than ``after``, up to ``until``."""
+        policy = self.g.get_edge_partition_policy(etype)
+
+        def mark_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+            first, last = (int(bound) for bound in policy.bounds[policy.part_id : policy.part_id + 2])
+            times = self._read_times(etype, np.arange(first, last))
+            is_marked = (to_keys(times) != NEVER) & (times > after) & (times <= until)
+            return torch.from_numpy(is_marked)
+
+        name = f"{name} by {self._time}"
+        mask = DistTensor((self.g.num_edges(etype),), torch.bool, name, mark_rows, policy, graph=self.g)
+        ids = edge_split(mask, self.g.get_partition_book(), etype)
+        mask.delete()
+        return ids
+
+    def _describe_loader(self, split: str, negatives: Uniform) -> dict[str, Any]:
+        """Return the arguments of a loader of a split."""
+        edges = self._edges[split]
+        # The moment before its own time hides the edge itself, its opposite edge, and edges of that moment.
+        before = {
+            etype: to_times(to_keys(self._read_times(etype, ids.numpy())) - 1, self._dtype)
+            for etype, ids in edges.items()
+        }
+        return {
+            "eids": edges,
+            "sampler": self._sampler,
+            "seed_time": before,
+            "negative_sampler": negatives,
+        }
+
+    def _score(self, module: Any, loader: DistEdgeDataLoader) -> tuple[Tensor, Tensor]:
+        """Return the (Q,) scores of this rank's edges, and the (Q, K) scores of their candidates."""
+        positives = [torch.empty(0)]
+        negatives = [torch.empty(0, _NUM_CANDIDATES)]
+        # All evaluations rank the same candidates from the same trees.
+        loader.set_epoch(0)
+        for _, pairs, negative_pairs, blocks in loader:  # type: ignore[misc]  # there are negatives
+            rows = gather_input_rows(module, blocks[0], FEATURE, self.inputs)
+            positive, negative = module(blocks, rows, pairs, negative_pairs)
+            positives.append(positive.cpu().float())
+            negatives.append(negative.cpu().float().view(-1, _NUM_CANDIDATES))
+        return torch.cat(positives), torch.cat(negatives)
+
+    def _compute_metric(self, name: str, positive: Tensor, negative: Tensor) -> float:
+        session = self.g.session
+        if name in ("auc", "roc_auc", "average_precision"):
+            compute = average_precision if name == "average_precision" else roc_auc
+            # Each edge is compared with its first candidate.
+            scores = torch.cat([positive, negative[:, 0]])
+            labels = torch.cat([torch.ones(len(positive)), torch.zeros(len(positive))]).long()
+            return compute(scores, labels, session)
+        is_above = (negative > positive[:, None]).sum(1)
+        is_equal = (negative == positive[:, None]).sum(1)
+        ranks = (1 + is_above + is_equal / 2).double()
+        compute_mean = mrr if name == "mrr" else partial(hits_at, int(name.removeprefix("hits@")))
+        return compute_mean(ranks, session)
