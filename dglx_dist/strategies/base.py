@@ -561,8 +561,8 @@ def get_strategy(session: Session) -> Strategy:
     if session.strategy == AUTO:
         raise ConfigError(
             "strategy 'auto' needs the model and the graph to choose; call dx.choose_strategy(model, g, "
-            "fanouts=..., batch_size=...) before the first loader and dx.wrap, or use dx.fit, which does so. It "
-            "compares batches of nodes, so for batches of edges name a strategy"
+            "fanouts=..., batch_size=...) before the first loader and dx.wrap, or use dx.fit, which does so. "
+            "It compares batches of nodes, so for batches of edges name a strategy"
         )
     return STRATEGIES.get(session.strategy)(session, session.options)
 
