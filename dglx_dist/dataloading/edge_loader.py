@@ -98,8 +98,8 @@ def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, rever
     missing = [etype for etype in _etypes_with_items(edges) if is_by_id and etype not in reverse]
     if missing:
         raise ConfigError(
-            f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on. "
-            "Add it, or leave the type out of the edges."
+            f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has "
+            "edges to train on. Add it, or leave the type out of the edges."
         )
     for etype, tables in reverse.items():
         for back, table in tables.items():
@@ -160,9 +160,10 @@ def _check_reverse(g: DistGraph, etype: EdgeType, back: EdgeType, table: FindRev
         ends = f"{sources[k]} -> {destinations[k]}"
         back_ends = f"{back_sources[k]} -> {back_destinations[k]}"
         raise ConfigError(
-            f"reverse_eids[{ids[k]}] of {etype} is {reverse[k]}, but edge {ids[k]} is {ends} and "
-            f"edge {reverse[k]} is {back_ends}. Ids change when a graph is partitioned: pass "
-            "reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is what you want."
+            f"reverse_eids[{ids[k]}] of {etype} is {reverse[k]}, but edge {ids[k]} is {ends} "
+            f"and edge {reverse[k]} is {back_ends}. Ids change when a graph is partitioned: "
+            "pass reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is "
+            "what you want."
         )
 
 
@@ -191,14 +192,15 @@ def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
     for etype, back in types.items():
         if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
             raise ConfigError(
-                f"reverse_etypes has {back} as the reverse of {etype}. It must be another type, from "
-                f"{etype[2]!r} to {etype[0]!r}."
+                f"reverse_etypes has {back} as the reverse of {etype}. It must be another "
+                f"type, from {etype[2]!r} to {etype[0]!r}."
             )
         if g.num_edges(etype) != g.num_edges(back):
             raise ConfigError(
-                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {back} {g.num_edges(back)}, but "
-                "edge i of one must be the reverse of edge i of the other. Pass a function as exclude= that "
-                "uses dx.reverse_edge_ids(g, etype, reverse_etype=...)."
+                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {back} "
+                f"{g.num_edges(back)}, but edge i of one must be the reverse of edge i of the "
+                "other. Pass a function as exclude= that uses dx.reverse_edge_ids(g, etype, "
+                "reverse_etype=...)."
             )
     return {etype: {back: None} for etype, back in types.items()}
 
@@ -207,8 +209,8 @@ def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
     if not isinstance(reverse_eids, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
-                f"reverse_eids is one list, but the graph has the edge types {', '.join(g.etypes)}. Pass a "
-                "dict of lists by edge type."
+                "reverse_eids is one list, but the graph has the edge types "
+                f"{', '.join(g.etypes)}. Pass a dict of lists by edge type."
             )
         reverse_eids = {g.canonical_etypes[0]: reverse_eids}
     reverse: dict[EdgeType, dict[EdgeType, FindReverse | None]] = {}
@@ -229,8 +231,8 @@ def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> 
     )
     if tuple(shape) != (count,) or dtype not in ("int32", "int64"):
         raise ConfigError(
-            f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of shape ({count},), "
-            "one per edge, as dx.reverse_edge_ids(g) returns."
+            f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of "
+            f"shape ({count},), one per edge, as dx.reverse_edge_ids(g) returns."
         )
     if isinstance(reverse, DistTensor):
         return _look_up(reverse)
@@ -471,8 +473,8 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     def offline(self) -> EdgeMaker:
         if self.user_function:
             raise ConfigError(
-                f"{self.user_function} is a function, and its results may not be repeatable. Use "
-                "dglx_dist.negative and the modes of exclude."
+                f"{self.user_function} is a function, and its results may not be repeatable. "
+                "Use dglx_dist.negative and the modes of exclude."
             )
         return replace(self, blocks=self.blocks.offline(), columns={})
 
@@ -564,8 +566,9 @@ def _repeat_times(etype: EdgeType, times: Array, negatives: Pairs) -> Array:
     per_edge, remainder = divmod(num_negatives, max(len(times), 1))
     if remainder or (num_negatives and not len(times)):
         raise ConfigError(
-            f"the negative sampler returned {num_negatives} pairs for {len(times)} edges of {etype}, so the "
-            "time of each pair is unknown. Return k consecutive pairs for each edge."
+            f"the negative sampler returned {num_negatives} pairs for {len(times)} edges of "
+            f"{etype}, so the time of each pair is unknown. Return k consecutive pairs for "
+            "each edge."
         )
     return np.repeat(times, per_edge)
 
@@ -720,13 +723,13 @@ def _read_options(
 def _check_wrapper(sampler: EdgePredictionSampler, loader_options: Sequence[Any]) -> None:
     if any(option is not None for option in loader_options):
         raise ConfigError(
-            "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the loader or to "
-            "as_edge_prediction_sampler(...), not to both"
+            "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the "
+            "loader or to as_edge_prediction_sampler(...), not to both"
         )
     if type(sampler).sample is not EdgePredictionSampler.sample:
         raise ConfigError(
-            f"{type(sampler).__qualname__} samples edges with its own code. Pass its node sampler, and pass "
-            "its negative_sampler= and exclude= as functions."
+            f"{type(sampler).__qualname__} samples edges with its own code. Pass its node "
+            "sampler, and pass its negative_sampler= and exclude= as functions."
         )
 
 

@@ -128,8 +128,8 @@ def check_float(dtype: object) -> torch.dtype | None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise ConfigError(
-            f"feature_dtype={dtype!r}. Choose one of {', '.join(map(str, FLOATS))}, or None to get float32 "
-            "for features that are stored in half precision."
+            f"feature_dtype={dtype!r}. Choose one of {', '.join(map(str, FLOATS))}, or None "
+            "to get float32 for features that are stored in half precision."
         )
     return dtype
 
@@ -331,8 +331,9 @@ class OnDemandColumns(dict[str, Any]):
         if name not in self._warned_columns:
             self._warned_columns.add(name)
             warn_user(
-                f"the column {name!r} is fetched when the batch reads it, and training waits for it. Pass "
-                f"{option}=[{name!r}] (labels: prefetch_labels) to the sampler to prefetch it."
+                f"the column {name!r} is fetched when the batch reads it, and training waits "
+                f"for it. Pass {option}=[{name!r}] (labels: prefetch_labels) to the sampler "
+                "to prefetch it."
             )
         rows = columns[name][self._ids.data]
         self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)

@@ -94,8 +94,9 @@ def _read_local_plan(
     is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
     if plan.has_edge_weights and not is_replicated:
         raise ConfigError(
-            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, but this "
-            "server has only a part of the structure. Open the graph with structure='replicated'."
+            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, "
+            "but this server has only a part of the structure. Open the graph with "
+            "structure='replicated'."
         )
     return columns, DrawSettings(
         schema=_read_schema(g),
@@ -200,8 +201,9 @@ def _make_fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Arra
             missing = [etype for etype in etypes if etype not in fanout and etype[1] not in fanout]
             if missing:
                 raise ConfigError(
-                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} edge types. "
-                    f"Missing: {', '.join(map(str, missing))}. Use 0 for types that are not drawn."
+                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} "
+                    f"edge types. Missing: {', '.join(map(str, missing))}. Use 0 for types "
+                    "that are not drawn."
                 )
         by_etype = read_fanouts(fanout, etypes)
         rows.append([by_etype[etype] for etype in etypes])

@@ -158,9 +158,9 @@ def read_items(
         distinct, uses = np.unique(ids, return_counts=True)
         if len(distinct) != len(ids):
             raise ConfigError(
-                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than once ({len(ids)} "
-                f"ids, {len(distinct)} distinct), but an epoch uses each {what} once. Pass "
-                "torch.unique(indices)."
+                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than "
+                f"once ({len(ids)} ids, {len(distinct)} distinct), but an epoch uses each "
+                f"{what} once. Pass torch.unique(indices)."
             )
     empty = np.empty(0, np.int64)
     # Copy the ids, because the caller may modify its array while threads read.
@@ -425,10 +425,10 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
     unwrapped = trained.difference(id(p) for model in WRAPPED_MODELS for p in model.parameters())
     if unwrapped:
         raise ConfigError(
-            f"{type(optimizer).__name__} trains {len(unwrapped)} parameters that belong to no wrapped model, "
-            "so every rank would train its own copy. Put them into one module and call "
-            "model = dx.wrap(model, g) (not DistributedDataParallel), then build the optimizer from "
-            "model.parameters()."
+            f"{type(optimizer).__name__} trains {len(unwrapped)} parameters that belong to no "
+            "wrapped model, so every rank would train its own copy. Put them into one module "
+            "and call model = dx.wrap(model, g) (not DistributedDataParallel), then build the "
+            "optimizer from model.parameters()."
         )
     _CHECKED_OPTIMIZERS.add(optimizer)
 
@@ -772,13 +772,13 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
             raise CheckpointError(f"this is not a position of a loader: {error}") from None
     if state["seed"] != seed:
         raise CheckpointError(
-            f"the position was saved by a loader with seed {state['seed']}, but this loader has seed {seed}. "
-            f"Pass seed={state['seed']}."
+            f"the position was saved by a loader with seed {state['seed']}, but this loader "
+            f"has seed {seed}. Pass seed={state['seed']}."
         )
     if state["step"] > num_steps:
         raise CheckpointError(
-            f"the position is step {state['step']}, but an epoch of this loader has {num_steps} steps. Use "
-            "the same dataset, batch_size and number of ranks."
+            f"the position is step {state['step']}, but an epoch of this loader has "
+            f"{num_steps} steps. Use the same dataset, batch_size and number of ranks."
         )
 
 
@@ -804,7 +804,8 @@ def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Sessio
     rows = gather_counts(count_and_digest, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warn_user(
-            f"all {len(rows)} ranks have the same {len(items)} indices, so an epoch uses each {len(rows)} "
-            "times. Use dx.node_split(mask) or dx.edge_split(mask) to give every rank its share."
+            f"all {len(rows)} ranks have the same {len(items)} indices, so an epoch uses each "
+            f"{len(rows)} times. Use dx.node_split(mask) or dx.edge_split(mask) to give every "
+            "rank its share."
         )
     return tuple(rows[:, 0].tolist())
