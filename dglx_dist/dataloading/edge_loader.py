@@ -90,10 +90,12 @@ def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, rever
             raise ConfigError(f"exclude={mode!r} needs {name}=. {advice}")
         if exclude != mode and value is not None:
             raise ConfigError(f"exclude={exclude!r} does not use {name}. Pass exclude={mode!r}.")
+
     if exclude not in ("reverse_id", "reverse_types"):
         return {}
     is_by_id = exclude == "reverse_id"
     reverse = _read_reverse_ids(g, reverse_eids) if is_by_id else _read_reverse_types(g, reverse_etypes)
+
     # As in DGL, a type that reverse_etypes leaves out has no reverse edges to exclude.
     missing = [etype for etype in _etypes_with_items(edges) if is_by_id and etype not in reverse]
     if missing:
@@ -101,11 +103,13 @@ def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, rever
             f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has "
             "edges to train on. Add it, or leave the type out of the edges."
         )
+
     for etype, tables in reverse.items():
         for back, table in tables.items():
             if table is not None:
                 ids_to_check = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
                 _check_reverse(g, etype, back, table, ids_to_check)
+
     return reverse
 
 
@@ -202,6 +206,7 @@ def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
                 "other. Pass a function as exclude= that uses dx.reverse_edge_ids(g, etype, "
                 "reverse_etype=...)."
             )
+
     return {etype: {back: None} for etype, back in types.items()}
 
 
@@ -234,6 +239,7 @@ def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> 
             f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of "
             f"shape ({count},), one per edge, as dx.reverse_edge_ids(g) returns."
         )
+
     if isinstance(reverse, DistTensor):
         return _look_up(reverse)
     ids = as_array(reverse).astype(np.int64)
@@ -242,6 +248,7 @@ def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> 
         as_ids(known_ids, g.num_edges(back), f"the edges {back} (reverse_eids)")
     except IndexError as error:
         raise ConfigError(f"reverse_eids: {error}. Use -1 for an edge without a reverse.") from None
+
     return lambda edges: ids[edges]
 
 
@@ -281,6 +288,7 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
     if merged is not None and merged.index is get_structure(pair_graph):
         return merged
+
     # The user created this graph, or it was moved or changed.
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
     first_row = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
@@ -291,6 +299,7 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
         sources, destinations = pair_graph.edges(etype=etype)
         ends.append(torch.stack([sources + first_row[etype[0]], destinations + first_row[etype[2]]]).long())
         sizes.append(len(sources))
+
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
     index = get_structure(pair_graph)
     joined = torch.cat(ends, 1)
@@ -352,6 +361,7 @@ def build_pairs(
         for pairs in pair_sets
         for end in (0, 1)
     ]
+
     # Number all nodes of all pairs at once, by type and then by id.
     distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
     distinct_times: Array | None = None
@@ -370,6 +380,7 @@ def build_pairs(
     for graph in graphs:
         for ntype, node_ids in nodes.items():
             graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(node_ids)
+
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
     seed_times = {}
@@ -415,13 +426,16 @@ def _build_pair_graph(
         u = merged_ends[0, stop - size : stop]
         v = merged_ends[1, stop - size : stop]
         # Each type numbers its nodes from 0. The first type keeps its views, because it already does.
-        u = u - int(starts[source]) if starts[source] else u
-        v = v - int(starts[destination]) if starts[destination] else v
+        if starts[source]:
+            u = u - int(starts[source])
+        if starts[destination]:
+            v = v - int(starts[destination])
         num_end_types = 1 if source == destination else 2
         unit_graph = heterograph_index.create_unitgraph_from_coo(
             num_end_types, num_nodes[source], num_nodes[destination], u, v, ["coo", "csr", "csc"]
         )
         unit_graphs.append(unit_graph)
+
     metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*end_types, strict=True)), True)
     index = heterograph_index.create_heterograph_from_relations(
         metagraph, unit_graphs, utils.toindex(num_nodes, "int64")
@@ -524,7 +538,9 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         nodes = batch.input_nodes
         blocks = batch.blocks
         pairs = batch.pairs
-        return (nodes, pairs[0], blocks) if len(pairs) == 1 else (nodes, pairs[0], pairs[1], blocks)
+        if len(pairs) == 1:
+            return nodes, pairs[0], blocks
+        return nodes, pairs[0], pairs[1], blocks
 
     def _draw_pairs(
         self, edges: Mapping[EdgeType, Array], times: Mapping[EdgeType, Array], epoch: int

@@ -95,6 +95,7 @@ class RowMemory:
                     arrays[longest_index] = array
                 elif len(arrays) < self._num_batches:
                     arrays.append(array)
+
         return view_as_tensor(array[:count].reshape(count, *info.row_shape), info)
 
     def _allocate(self, shape: tuple[int, int], info: ColumnInfo) -> Array:
@@ -234,6 +235,7 @@ def look_ahead(
             len(requested) > 1 and any(rows.is_busy for rows in claimed_rows.values())
         ):
             yield requested.popleft()
+
     while requested:
         yield requested.popleft()
     if failure is not None:
@@ -274,9 +276,11 @@ def submit_columns(
         ahead = unused_rows.pop(key, None)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)
         pending.append((0, "srcnodes", ntype, name, pull))
+
     for ntype, name, key in _iterate_columns(columns.targets):
         pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
         pending.append((-1, "dstnodes", ntype, name, pull))
+
     for block_index, edges in enumerate(blocks):
         for etype, name, key in _iterate_columns(columns.edges):
             ids = edges[etype].astype(np.int64, copy=False)

@@ -272,6 +272,7 @@ class RemoteSource:
         finally:
             # Also after an error, the next batch must not see the numbers that this batch assigned.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
+
         ids, starts = pack_ids(nodes)
         edge_ends = _sum_lengths([edge_ids for _, _, edge_ids in pieces])
         no_weights = np.empty(0, np.float32)
