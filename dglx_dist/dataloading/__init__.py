@@ -28,7 +28,8 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__") or not hasattr(dgl.dataloading, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(
-        f"{name} of dgl.dataloading does not work on distributed graphs: load nodes and edges with "
-        "DataLoader and NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, or a subclass of "
-        "BlockSampler that calls g.sample_neighbors; for other graphs, import it from dgl.dataloading"
+        f"{name} of dgl.dataloading does not work on distributed graphs: load nodes and edges "
+        "with DataLoader and NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, or "
+        "a subclass of BlockSampler that calls g.sample_neighbors; for other graphs, import "
+        "it from dgl.dataloading"
     )

@@ -90,22 +90,26 @@ def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, rever
             raise ConfigError(f"exclude={mode!r} needs {name}=. {advice}")
         if exclude != mode and value is not None:
             raise ConfigError(f"exclude={exclude!r} does not use {name}. Pass exclude={mode!r}.")
+
     if exclude not in ("reverse_id", "reverse_types"):
         return {}
     is_by_id = exclude == "reverse_id"
     reverse = _read_reverse_ids(g, reverse_eids) if is_by_id else _read_reverse_types(g, reverse_etypes)
+
     # As in DGL, a type that reverse_etypes leaves out has no reverse edges to exclude.
     missing = [etype for etype in _etypes_with_items(edges) if is_by_id and etype not in reverse]
     if missing:
         raise ConfigError(
-            f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on. "
-            "Add it, or leave the type out of the edges."
+            f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has "
+            "edges to train on. Add it, or leave the type out of the edges."
         )
+
     for etype, tables in reverse.items():
         for back, table in tables.items():
             if table is not None:
                 ids_to_check = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
                 _check_reverse(g, etype, back, table, ids_to_check)
+
     return reverse
 
 
@@ -160,9 +164,10 @@ def _check_reverse(g: DistGraph, etype: EdgeType, back: EdgeType, table: FindRev
         ends = f"{sources[k]} -> {destinations[k]}"
         back_ends = f"{back_sources[k]} -> {back_destinations[k]}"
         raise ConfigError(
-            f"reverse_eids[{ids[k]}] of {etype} is {reverse[k]}, but edge {ids[k]} is {ends} and "
-            f"edge {reverse[k]} is {back_ends}. Ids change when a graph is partitioned: pass "
-            "reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is what you want."
+            f"reverse_eids[{ids[k]}] of {etype} is {reverse[k]}, but edge {ids[k]} is {ends} "
+            f"and edge {reverse[k]} is {back_ends}. Ids change when a graph is partitioned: "
+            "pass reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is "
+            "what you want."
         )
 
 
@@ -191,15 +196,17 @@ def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
     for etype, back in types.items():
         if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
             raise ConfigError(
-                f"reverse_etypes has {back} as the reverse of {etype}. It must be another type, from "
-                f"{etype[2]!r} to {etype[0]!r}."
+                f"reverse_etypes has {back} as the reverse of {etype}. It must be another "
+                f"type, from {etype[2]!r} to {etype[0]!r}."
             )
         if g.num_edges(etype) != g.num_edges(back):
             raise ConfigError(
-                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {back} {g.num_edges(back)}, but "
-                "edge i of one must be the reverse of edge i of the other. Pass a function as exclude= that "
-                "uses dx.reverse_edge_ids(g, etype, reverse_etype=...)."
+                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {back} "
+                f"{g.num_edges(back)}, but edge i of one must be the reverse of edge i of the "
+                "other. Pass a function as exclude= that uses dx.reverse_edge_ids(g, etype, "
+                "reverse_etype=...)."
             )
+
     return {etype: {back: None} for etype, back in types.items()}
 
 
@@ -207,8 +214,8 @@ def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
     if not isinstance(reverse_eids, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
-                f"reverse_eids is one list, but the graph has the edge types {', '.join(g.etypes)}. Pass a "
-                "dict of lists by edge type."
+                "reverse_eids is one list, but the graph has the edge types "
+                f"{', '.join(g.etypes)}. Pass a dict of lists by edge type."
             )
         reverse_eids = {g.canonical_etypes[0]: reverse_eids}
     reverse: dict[EdgeType, dict[EdgeType, FindReverse | None]] = {}
@@ -229,9 +236,10 @@ def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> 
     )
     if tuple(shape) != (count,) or dtype not in ("int32", "int64"):
         raise ConfigError(
-            f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of shape ({count},), "
-            "one per edge, as dx.reverse_edge_ids(g) returns."
+            f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of "
+            f"shape ({count},), one per edge, as dx.reverse_edge_ids(g) returns."
         )
+
     if isinstance(reverse, DistTensor):
         return _look_up(reverse)
     ids = as_array(reverse).astype(np.int64)
@@ -240,6 +248,7 @@ def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> 
         as_ids(known_ids, g.num_edges(back), f"the edges {back} (reverse_eids)")
     except IndexError as error:
         raise ConfigError(f"reverse_eids: {error}. Use -1 for an edge without a reverse.") from None
+
     return lambda edges: ids[edges]
 
 
@@ -279,6 +288,7 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
     if merged is not None and merged.index is get_structure(pair_graph):
         return merged
+
     # The user created this graph, or it was moved or changed.
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
     first_row = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
@@ -289,6 +299,7 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
         sources, destinations = pair_graph.edges(etype=etype)
         ends.append(torch.stack([sources + first_row[etype[0]], destinations + first_row[etype[2]]]).long())
         sizes.append(len(sources))
+
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
     index = get_structure(pair_graph)
     joined = torch.cat(ends, 1)
@@ -350,6 +361,7 @@ def build_pairs(
         for pairs in pair_sets
         for end in (0, 1)
     ]
+
     # Number all nodes of all pairs at once, by type and then by id.
     distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
     distinct_times: Array | None = None
@@ -368,6 +380,7 @@ def build_pairs(
     for graph in graphs:
         for ntype, node_ids in nodes.items():
             graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(node_ids)
+
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
     seed_times = {}
@@ -413,13 +426,16 @@ def _build_pair_graph(
         u = merged_ends[0, stop - size : stop]
         v = merged_ends[1, stop - size : stop]
         # Each type numbers its nodes from 0. The first type keeps its views, because it already does.
-        u = u - int(starts[source]) if starts[source] else u
-        v = v - int(starts[destination]) if starts[destination] else v
+        if starts[source]:
+            u = u - int(starts[source])
+        if starts[destination]:
+            v = v - int(starts[destination])
         num_end_types = 1 if source == destination else 2
         unit_graph = heterograph_index.create_unitgraph_from_coo(
             num_end_types, num_nodes[source], num_nodes[destination], u, v, ["coo", "csr", "csc"]
         )
         unit_graphs.append(unit_graph)
+
     metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*end_types, strict=True)), True)
     index = heterograph_index.create_heterograph_from_relations(
         metagraph, unit_graphs, utils.toindex(num_nodes, "int64")
@@ -471,8 +487,8 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     def offline(self) -> EdgeMaker:
         if self.user_function:
             raise ConfigError(
-                f"{self.user_function} is a function, and its results may not be repeatable. Use "
-                "dglx_dist.negative and the modes of exclude."
+                f"{self.user_function} is a function, and its results may not be repeatable. "
+                "Use dglx_dist.negative and the modes of exclude."
             )
         return replace(self, blocks=self.blocks.offline(), columns={})
 
@@ -522,7 +538,9 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         nodes = batch.input_nodes
         blocks = batch.blocks
         pairs = batch.pairs
-        return (nodes, pairs[0], blocks) if len(pairs) == 1 else (nodes, pairs[0], pairs[1], blocks)
+        if len(pairs) == 1:
+            return nodes, pairs[0], blocks
+        return nodes, pairs[0], pairs[1], blocks
 
     def _draw_pairs(
         self, edges: Mapping[EdgeType, Array], times: Mapping[EdgeType, Array], epoch: int
@@ -564,8 +582,9 @@ def _repeat_times(etype: EdgeType, times: Array, negatives: Pairs) -> Array:
     per_edge, remainder = divmod(num_negatives, max(len(times), 1))
     if remainder or (num_negatives and not len(times)):
         raise ConfigError(
-            f"the negative sampler returned {num_negatives} pairs for {len(times)} edges of {etype}, so the "
-            "time of each pair is unknown. Return k consecutive pairs for each edge."
+            f"the negative sampler returned {num_negatives} pairs for {len(times)} edges of "
+            f"{etype}, so the time of each pair is unknown. Return k consecutive pairs for "
+            "each edge."
         )
     return np.repeat(times, per_edge)
 
@@ -720,13 +739,13 @@ def _read_options(
 def _check_wrapper(sampler: EdgePredictionSampler, loader_options: Sequence[Any]) -> None:
     if any(option is not None for option in loader_options):
         raise ConfigError(
-            "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the loader or to "
-            "as_edge_prediction_sampler(...), not to both"
+            "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the "
+            "loader or to as_edge_prediction_sampler(...), not to both"
         )
     if type(sampler).sample is not EdgePredictionSampler.sample:
         raise ConfigError(
-            f"{type(sampler).__qualname__} samples edges with its own code. Pass its node sampler, and pass "
-            "its negative_sampler= and exclude= as functions."
+            f"{type(sampler).__qualname__} samples edges with its own code. Pass its node "
+            "sampler, and pass its negative_sampler= and exclude= as functions."
         )
 
 

@@ -95,6 +95,7 @@ class RowMemory:
                     arrays[longest_index] = array
                 elif len(arrays) < self._num_batches:
                     arrays.append(array)
+
         return view_as_tensor(array[:count].reshape(count, *info.row_shape), info)
 
     def _allocate(self, shape: tuple[int, int], info: ColumnInfo) -> Array:
@@ -128,8 +129,8 @@ def check_float(dtype: object) -> torch.dtype | None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise ConfigError(
-            f"feature_dtype={dtype!r}. Choose one of {', '.join(map(str, FLOATS))}, or None to get float32 "
-            "for features that are stored in half precision."
+            f"feature_dtype={dtype!r}. Choose one of {', '.join(map(str, FLOATS))}, or None "
+            "to get float32 for features that are stored in half precision."
         )
     return dtype
 
@@ -234,6 +235,7 @@ def look_ahead(
             len(requested) > 1 and any(rows.is_busy for rows in claimed_rows.values())
         ):
             yield requested.popleft()
+
     while requested:
         yield requested.popleft()
     if failure is not None:
@@ -274,9 +276,11 @@ def submit_columns(
         ahead = unused_rows.pop(key, None)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)
         pending.append((0, "srcnodes", ntype, name, pull))
+
     for ntype, name, key in _iterate_columns(columns.targets):
         pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
         pending.append((-1, "dstnodes", ntype, name, pull))
+
     for block_index, edges in enumerate(blocks):
         for etype, name, key in _iterate_columns(columns.edges):
             ids = edges[etype].astype(np.int64, copy=False)
@@ -331,8 +335,9 @@ class OnDemandColumns(dict[str, Any]):
         if name not in self._warned_columns:
             self._warned_columns.add(name)
             warn_user(
-                f"the column {name!r} is fetched when the batch reads it, and training waits for it. Pass "
-                f"{option}=[{name!r}] (labels: prefetch_labels) to the sampler to prefetch it."
+                f"the column {name!r} is fetched when the batch reads it, and training waits "
+                f"for it. Pass {option}=[{name!r}] (labels: prefetch_labels) to the sampler "
+                "to prefetch it."
             )
         rows = columns[name][self._ids.data]
         self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)

@@ -54,17 +54,24 @@ _SPARE_BUFFERS = 2
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
     """Return the maker of a loader's batches. Every rank must call this.
 
-    Raises ConfigError on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ,
-    and IndexError if an excluded edge does not exist. The other ranks raise ConfigError.
+    Raises ConfigError on all ranks if the options of one rank do not fit its graph or its sampler, or if the
+    samplers of the ranks differ. Raises IndexError on a rank that excludes an edge which does not exist. The
+    other ranks then raise ConfigError.
     """
-    columns, draws, trees = run_on_all_ranks(
-        g.session,
-        lambda: (*_read_local_plan(g, sampler, plan, options, seed), read_tree_rule(g, plan, options)),
-        ConfigError,
-    )
-    rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}"
-    trees_of_rule = "" if trees is None else f"trees={trees}, "
-    check_equal(g.session, "the sampler", f"{trees_of_rule}fanouts={plan.fanouts}, {rule}")
+
+    def read_plan() -> tuple[Columns, DrawSettings | None, tuple[TreeRule, TimeColumns | None] | None]:
+        columns, draws = _read_draws(g, sampler, plan, options, seed)
+        return columns, draws, read_tree_rule(g, plan, options)
+
+    columns, draws, trees = run_on_all_ranks(g.session, read_plan, ConfigError)
+
+    # The ranks serve each other's draws, so all of them must sample by the same rule.
+    rule = f"fanouts={plan.fanouts}, replace={plan.replace}, by_source={plan.by_source}"
+    signature = f"{rule}, prob={plan.weights!r}"
+    if trees is not None:
+        signature = f"trees={trees}, {signature}"
+    check_equal(g.session, "the sampler", signature)
+
     if draws is None:
         return SamplerMaker(sampler, g, columns)
     if trees is not None:
@@ -72,16 +79,18 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     return KernelMaker(_open_source(g, draws, plan.weights), draws, g, columns)
 
 
-def _read_local_plan(
+def _read_draws(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, DrawSettings | None]:
-    """Return the columns to fetch and the settings of the draws, without a collective.
+    """Return the columns to fetch and the settings of the draws. This function calls no other rank.
 
-    The settings are None if the sampler runs its own code. Raises ConfigError if the options do not fit it.
+    The settings are None if the sampler runs its own code. Raises ConfigError if the options do not fit the
+    sampler, or if the sampler needs edges that this server does not have.
     """
     device = resolve_device(options.device, g.session.device)
     memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
     columns = find_columns(g, plan, memory)
+
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
@@ -89,13 +98,15 @@ def _read_local_plan(
                 "NeighborSampler, or exclude the edges in the sampler."
             )
         return columns, None
+
     if plan.weights is not None:
         check_every_type_has(g, plan.weights)
     is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
     if plan.has_edge_weights and not is_replicated:
         raise ConfigError(
-            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, but this "
-            "server has only a part of the structure. Open the graph with structure='replicated'."
+            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, "
+            "but this server has only a part of the structure. Open the graph with "
+            "structure='replicated'."
         )
     return columns, DrawSettings(
         schema=_read_schema(g),
@@ -107,25 +118,42 @@ def _read_local_plan(
     )
 
 
-def _open_source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = "") -> BatchSource:
+def _open_source(
+    g: DistGraph, draws: DrawSettings, weights: str | None, op: str | None = None
+) -> BatchSource:
+    """Return the source of the batches: this process if it has all edges, and otherwise all servers.
+
+    ``weights`` names the edge column of the probabilities, or is None for uniform draws. ``op`` names an RPC
+    operation that all servers serve already. Without ``op``, the draws are served here, and every rank must
+    call this.
+    """
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_replicated for structure in structures):
         return LocalSource(draws.schema, _read_structures(g, weights))
-    return RemoteSource(draws.schema, structures, op or _serve_draws(g, weights, draws))
+
+    if op is None:
+        op = _serve_draws(g, weights, draws)
+    return RemoteSource(draws.schema, structures, op)
 
 
 def _open_trees(g: DistGraph, draws: DrawSettings, rule: TreeRule, columns: TimeColumns | None) -> TreeSource:
     """Open the orders by time and serve the draws of trees on all servers. Every rank must call this."""
     excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
-    rules = gather_json([repr(rule), repr(columns), compute_digest(excluded.items())], g.session)
+
+    # The name is a hash of the rules of all ranks, so loaders with equal rules share an operation.
+    exclude_digest = compute_digest(excluded.items())
+    rules = gather_json([repr(rule), repr(columns), exclude_digest], g.session)
     op = f"trees.{hashlib.sha256(str(rules).encode()).hexdigest()}"
+
     if not all(g.structure(etype).serves(op) for etype in excluded):
         orders = {} if columns is None else open_time_orders(g, columns)
         for etype, ids in excluded.items():
             g.structure(etype).serve(op, make_row_draw(rule, ids, orders.get(etype)))
+
     # The first rank that returns may send requests at once.
     barrier(g.session, "opening a loader")
-    return TreeSource(draws.schema, [g.structure(etype) for etype in draws.schema.etypes], op, rule)
+    structures = [g.structure(etype) for etype in draws.schema.etypes]
+    return TreeSource(draws.schema, structures, op, rule)
 
 
 def open_neighborhood_maker(
@@ -133,24 +161,35 @@ def open_neighborhood_maker(
 ) -> NodeMaker:
     """Return a maker of blocks with all in-edges of ``num_layers`` hops and the columns ``edge_feats``.
 
-    With ``mask``, the blocks have only the edges that this edge column marks. That is collective.
+    ``mask`` names an edge column. With a mask, the blocks have only the edges that the column marks, and
+    every rank must call this.
     """
+    # A fan-out of -1 takes all in-edges.
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
-    draws = DrawSettings(schema=_read_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
-    columns = Columns(edges=find_edge_columns(g, read_column_names(edge_feats, "edge_feats"), "edge_feats"))
-    return KernelMaker(_open_source(g, draws, mask, "" if mask else "in_edges"), draws, g, columns)
+    schema = _read_schema(g)
+    draws = DrawSettings(schema=schema, fanouts=fanouts, replace=False, exclude={}, seed=0)
+
+    names = read_column_names(edge_feats, "edge_feats")
+    columns = Columns(edges=find_edge_columns(g, names, "edge_feats"))
+
+    # Every server serves "in_edges" from the start. Only a mask needs an operation of its own.
+    op = None if mask else "in_edges"
+    return KernelMaker(_open_source(g, draws, mask, op), draws, g, columns)
 
 
 def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
-    """Return the structure of every edge type with its weights. Collective if ``weights`` is not None."""
+    """Return the structure of every edge type with its weights, for a graph that is replicated.
+
+    If ``weights`` is not None, every rank must call this.
+    """
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
     if weights is None:
         return [make_csc(shard) for shard in shards.values()]
-    return run_on_all_ranks(
-        g.session,
-        lambda: [make_csc(shard, read_all_weights(g, etype, weights)) for etype, shard in shards.items()],
-        ConfigError,
-    )
+
+    def read_weighted() -> list[Csc]:
+        return [make_csc(shard, read_all_weights(g, etype, weights)) for etype, shard in shards.items()]
+
+    return run_on_all_ranks(g.session, read_weighted, ConfigError)
 
 
 def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
@@ -158,27 +197,32 @@ def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
 
     The name is a hash of the rules of all ranks, so loaders with the same rule share an operation.
     """
-    weights_by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
+    weights_by_type: Mapping[EdgeType, Mapping[int, Array]] = {}
     if weights is not None:
-        weights_by_shard = run_on_all_ranks(
+        structures = [g.structure(etype) for etype in g.canonical_etypes]
+        weights_by_type = run_on_all_ranks(
             g.session,
-            lambda: {
-                etype: read_shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes
-            },
+            lambda: {structure.etype: read_shard_weights(g, structure, weights) for structure in structures},
             ConfigError,
         )
     excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
+
     # The digest covers the contents, because weights may change under the same name.
     contents = [*excluded.items()]
-    for etype, shard_weights in weights_by_shard.items():
-        contents += [(etype, shard_weights[first_node]) for first_node in sorted(shard_weights)]
-    rule_of_rank = [bool(draws.replace), draws.by_source is not None, compute_digest(contents)]
+    for etype, weights_by_shard in weights_by_type.items():
+        for first_node in sorted(weights_by_shard):
+            contents.append((etype, weights_by_shard[first_node]))
+
+    is_by_source = draws.by_source is not None
+    rule_of_rank = [bool(draws.replace), is_by_source, compute_digest(contents)]
     rules = gather_json(rule_of_rank, g.session)
     op = f"sample.{hashlib.sha256(str(rules).encode()).hexdigest()}"
+
     for etype, ids in excluded.items():
         if not g.structure(etype).serves(op):
-            rule = Rule(draws.replace, ids, draws.by_source is not None)
-            g.structure(etype).serve(op, make_keyed_draw(rule, weights_by_shard.get(etype, {})))
+            draw = make_keyed_draw(Rule(draws.replace, ids, is_by_source), weights_by_type.get(etype, {}))
+            g.structure(etype).serve(op, draw)
+
     # The first rank that returns may send requests at once.
     barrier(g.session, "opening a loader")
     return op
@@ -193,23 +237,35 @@ def _read_schema(g: DistGraph) -> Schema:
 
 
 def _make_fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
-    """Return the (L, R) int64 fan-outs, the hop at the seeds first."""
+    """Return the fan-outs as an (L, R) int64 array of L hops and R edge types. Hop 0 is at the seeds.
+
+    ``fanouts`` has layer 1 first, which is the hop that is farthest from the seeds. Raises ConfigError if a
+    dict of fan-outs lacks an edge type.
+    """
     rows = []
     for layer, fanout in enumerate(fanouts):
         if isinstance(fanout, Mapping):
-            missing = [etype for etype in etypes if etype not in fanout and etype[1] not in fanout]
+            # A dict may name an edge type by its triple or by its relation.
+            names = set(fanout)
+            missing = [etype for etype in etypes if names.isdisjoint((etype, etype[1]))]
             if missing:
                 raise ConfigError(
-                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} edge types. "
-                    f"Missing: {', '.join(map(str, missing))}. Use 0 for types that are not drawn."
+                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} "
+                    f"edge types. Missing: {', '.join(map(str, missing))}. Use 0 for types "
+                    "that are not drawn."
                 )
         by_etype = read_fanouts(fanout, etypes)
         rows.append([by_etype[etype] for etype in etypes])
-    return np.array(rows[::-1], np.int64)
+
+    rows.reverse()
+    return np.array(rows, np.int64)
 
 
 def read_excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
-    """Return edge type to (X,) int64 ascending distinct ids. ``exclude`` is None, ids, or a dict of ids."""
+    """Return the ascending distinct int64 ids of the excluded edges by edge type, without empty types.
+
+    ``exclude`` is None, ids of the only edge type, or a dict of ids by edge type.
+    """
     if exclude is None:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
@@ -248,8 +304,10 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         def read_arguments() -> tuple[LoaderOptions, SamplePlan, Items[str]]:
             loader_options = read_loader_options(options)
             plan = read_sampler(sampler)
-            return loader_options, plan, read_timed_items(g, indices, plan, loader_options, "node")
+            seeds = read_timed_items(g, indices, plan, loader_options, "node")
+            return loader_options, plan, seeds
 
         loader_options, plan, seeds = run_on_all_ranks(g.session, read_arguments, ConfigError)
-        maker = open_maker(g, sampler, plan, loader_options, resolve_seed(loader_options, g.session))
+        random_seed = resolve_seed(loader_options, g.session)
+        maker = open_maker(g, sampler, plan, loader_options, random_seed)
         super().__init__(g.session, seeds, loader_options, maker)

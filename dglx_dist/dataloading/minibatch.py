@@ -54,7 +54,8 @@ class BatchBlockBuilder:
     """
 
     def __init__(self, schema: Schema, edge_weights: bool = False) -> None:
-        self._schema, self._has_weights = schema, edge_weights
+        self._schema = schema
+        self._has_weights = edge_weights
         relations = [relation for _, relation, _ in schema.etypes]
         self._sources = schema.source_types.tolist()
         self._destinations = schema.destination_types.tolist()
@@ -67,22 +68,26 @@ class BatchBlockBuilder:
 
         The tensors share memory with ``batch`` and the (n, ...) ``node_columns`` of its nodes.
         """
-        tensors = {
-            name: torch.from_numpy(rows) for name, rows in {dgl.NID: batch.nodes, **node_columns}.items()
-        }
-        nodes = [
-            {name: rows[first:last] for name, rows in tensors.items()}
-            for first, last in pairwise(batch.node_starts.tolist())
-        ]
-        indptr, sources, edge_ids = map(torch.from_numpy, (batch.indptr, batch.sources, batch.edge_ids))
-        columns = {dgl.EID: edge_ids}
+        tensors = {dgl.NID: torch.from_numpy(batch.nodes)}
+        for name, rows in node_columns.items():
+            tensors[name] = torch.from_numpy(rows)
+        nodes = []
+        for first, last in pairwise(batch.node_starts.tolist()):
+            nodes.append({name: rows[first:last] for name, rows in tensors.items()})
+
+        indptr = torch.from_numpy(batch.indptr)
+        sources = torch.from_numpy(batch.sources)
+        columns = {dgl.EID: torch.from_numpy(batch.edge_ids)}
         if self._has_weights:
             columns["edge_weights"] = torch.from_numpy(batch.edge_weights)
+
+        # The nodes after a hop are the sources of its block, and the nodes before it are the destinations.
         edge_ends = batch.edge_ends.tolist()
         num_relations = len(self._sources)
+        num_nodes_by_hop = batch.node_ends.tolist()
         blocks: list[DGLBlock] = []
         first_offset = 0
-        for hop, (num_dst_by_type, num_src_by_type) in enumerate(pairwise(batch.node_ends.tolist())):
+        for hop, (num_dst_by_type, num_src_by_type) in enumerate(pairwise(num_nodes_by_hop)):
             edges = []
             ends = edge_ends[hop * num_relations : (hop + 1) * num_relations + 1]
             for relation, (first, last) in enumerate(pairwise(ends)):
@@ -93,6 +98,8 @@ class BatchBlockBuilder:
                 edges.append((num_src, num_dst, offsets, sources[first:last], type_columns))
                 first_offset += num_dst + 1
             blocks.append(self._types.block(edges, nodes, (num_src_by_type, num_dst_by_type)))
+
+        # The kernels draw the hop at the seeds first, but layer 1 is the layer at the input nodes.
         ids = [columns[dgl.NID] for columns in nodes]
         return dict(zip(self._schema.ntypes, ids, strict=True)), blocks[::-1]
 
@@ -155,14 +162,17 @@ class MiniBatch:
 
 
 def _copy_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
-    return copy(nodes) if isinstance(nodes, Tensor) else {ntype: copy(ids) for ntype, ids in nodes.items()}
+    if isinstance(nodes, Tensor):
+        return copy(nodes)
+    return {ntype: copy(ids) for ntype, ids in nodes.items()}
 
 
 class NodeMaker(Maker[str, MiniBatch]):
     """Stages of batches that are sampled for seed nodes."""
 
     def __init__(self, g: DistGraph, columns: Columns) -> None:
-        self._g, self._columns = g, columns
+        self._g = g
+        self._columns = columns
         self._warned_columns: set[str] = set()
 
     def close(self) -> None:
@@ -205,18 +215,25 @@ class SamplerMaker(NodeMaker):
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
-        nodes_and_blocks = self._sample(_seeds_to_node_ids(batch.seeds, self._g.ntypes), exclude)
-        batch.input_nodes, batch.output_nodes, batch.blocks = nodes_and_blocks
+        seeds = _seeds_to_node_ids(batch.seeds, self._g.ntypes)
+        batch.input_nodes, batch.output_nodes, batch.blocks = self._sample(seeds, exclude)
         batch.sample_s = time.perf_counter() - begin
 
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
-        edges = [get_edge_ids(block) for block in batch.blocks] if self._columns.edges else []
-        inputs = self._to_arrays(batch.input_nodes)
-        targets = self._to_arrays(batch.output_nodes)
-        # The sampler of a user may repeat nodes.
-        store = self._g.kvstore
-        batch.finish_pull = submit_columns(store, self._columns, inputs, targets, edges, distinct=False)
+        edges = []
+        if self._columns.edges:
+            edges = [get_edge_ids(block) for block in batch.blocks]
+
+        batch.finish_pull = submit_columns(
+            self._g.kvstore,
+            self._columns,
+            self._to_arrays(batch.input_nodes),
+            self._to_arrays(batch.output_nodes),
+            edges,
+            # The sampler of a user may repeat nodes.
+            distinct=False,
+        )
         batch.fetch_s = time.perf_counter() - begin
 
     def build(self, batch: MiniBatch) -> None:
@@ -232,8 +249,11 @@ class SamplerMaker(NodeMaker):
         edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
         if not edges:
             return self._sampler.sample(self._g, seeds)
+
         # DGL's samplers expect a tensor instead of a dict if the graph has one edge type.
-        excluded = edges if len(self._g.canonical_etypes) > 1 else next(iter(edges.values()))
+        excluded: Any = edges
+        if len(self._g.canonical_etypes) == 1:
+            excluded = edges[self._g.canonical_etypes[0]]
         return self._sampler.sample(self._g, seeds, exclude_eids=excluded)
 
     def _to_arrays(self, nodes: NodeIds) -> dict[str, Array]:
@@ -243,6 +263,7 @@ class SamplerMaker(NodeMaker):
 
 
 def wait_for_columns(batch: MiniBatch) -> None:
+    """Wait for the requested columns of ``batch``, and set them on its blocks."""
     begin = time.perf_counter()
     assert batch.finish_pull is not None
     batch.finish_pull(batch.blocks)
@@ -273,7 +294,8 @@ class KernelMaker(NodeMaker):
         self, source: BatchSource | TreeSource, draws: DrawSettings, g: DistGraph, columns: Columns
     ) -> None:
         super().__init__(g, columns)
-        self._source, self._draws = source, draws
+        self._source = source
+        self._draws = draws
         self._get_source: Callable[[int], BatchSource | TreeSource] = lambda _step: source
         self._has_trees = isinstance(source, TreeSource)
         self._schema = draws.schema
@@ -310,7 +332,11 @@ class KernelMaker(NodeMaker):
             self.claimed_rows = self._columns.claim(self._g.kvstore)
 
     def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
-        """Return a function from step to its source. Consecutive batches share a source and its requests."""
+        """Return a function from a step to the source of its batch, for a partitioned graph.
+
+        Consecutive batches form a group. The edges of a group are requested together, so that a node which
+        several batches reach is sent once. The source of a group holds these edges.
+        """
         lock = threading.Lock()
         max_batches = 1
         # Don't refer to the maker in the thread that draws, because the thread must end with the maker.
@@ -320,14 +346,18 @@ class KernelMaker(NodeMaker):
         sources: dict[int, RemoteSource] = {}
 
         def group_requests() -> Iterator[dict[int, SampleRequest]]:
+            """Yield the requests of consecutive steps with equal random streams, by step."""
             group: dict[int, SampleRequest] = {}
+            group_streams: Array = np.empty(0, np.uint64)
             for step in steps:
-                needed = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
-                streams_differ = any((member.streams != needed.streams).any() for member in group.values())
-                if len(group) >= max_batches or streams_differ:
+                step_request = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
+                is_full = len(group) >= max_batches
+                if group and (is_full or not np.array_equal(group_streams, step_request.streams)):
                     yield group
                     group = {}
-                group[step] = needed
+                group[step] = step_request
+                group_streams = step_request.streams
+
             if group:
                 yield group
 
@@ -335,27 +365,35 @@ class KernelMaker(NodeMaker):
             nonlocal max_batches
             joint_source = source.draw_jointly([*group.values()])
             num_edges = sum(len(edges.sources) for hop in joint_source.known for _, edges in hop)
-            # A group may use a quarter of the window, and grows at most fourfold at a time.
-            growth = min(4, WINDOW_BYTES / 4 / count_batch_bytes(0, 1, num_edges))
+
+            # A group may use a quarter of the window. The next group has at most four times as many batches.
+            # Counting one offset avoids a division by zero if no edge was drawn.
+            num_bytes = count_batch_bytes(0, 1, num_edges)
+            growth = min(4, WINDOW_BYTES / 4 / num_bytes)
             max_batches = max(1, int(len(group) * growth))
             return dict.fromkeys(group, joint_source)
 
         # The next group is drawn in the background, on a thread that ends with the maker.
-        drawn_groups = run_ahead(draw, group_requests(), depth=1, num_threads=min(1, self.loader.num_threads))
+        num_threads = min(1, self.loader.num_threads)
+        drawn_groups = run_ahead(draw, group_requests(), depth=1, num_threads=num_threads)
 
         def get_source(step: int) -> RemoteSource:
             with lock:
-                while step not in sources and (group := next(drawn_groups, None)) is not None:
+                while step not in sources:
+                    group = next(drawn_groups, None)
+                    if group is None:
+                        break
                     sources.update(group)
+
                 # After an error, or if the end of the iteration has changed, draw this batch alone.
                 return sources.pop(step, source)
 
         return get_source
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
-        """Draw the blocks as raw arrays, and the input nodes of ``batch`` by type. Any thread may call it.
+        """Draw the edges and the input nodes of ``batch``. Any thread may call this method.
 
-        Draws use a table with an entry for each node. A thread takes an idle table and gives it back.
+        The drawn edges are kept as raw arrays. :meth:`build` makes blocks of them.
         """
         begin = time.perf_counter()
         request = self._draws.request(batch.seeds, epoch, exclude, step)
@@ -365,15 +403,18 @@ class KernelMaker(NodeMaker):
         else:
             raw = self._sample_nodes(source, request, exclude)
         batch.raw = raw
-        batch.sources = {
-            ntype: raw.nodes[raw.node_starts[type_index] : raw.node_starts[type_index + 1]]
-            for type_index, ntype in enumerate(self._schema.ntypes)
-        }
-        batch.inputs = self._columns.group_inputs(batch.sources)
+
+        type_bounds = pairwise(raw.node_starts)
+        sources: dict[str, Array] = {}
+        for ntype, (first, last) in zip(self._schema.ntypes, type_bounds, strict=True):
+            sources[ntype] = raw.nodes[first:last]
+        batch.sources = sources
+        batch.inputs = self._columns.group_inputs(sources)
         batch.num_bytes = count_batch_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
         batch.sample_s = time.perf_counter() - begin
 
     def _sample_nodes(self, source: BatchSource, request: SampleRequest, exclude: Excluded) -> RawBatch:
+        # Draws need a table with an entry for each node. A thread takes an idle table and gives it back.
         try:
             table = self._idle_tables.get_nowait()
         except queue.Empty:
@@ -386,10 +427,12 @@ class KernelMaker(NodeMaker):
     def _sample_trees(
         self, source: TreeSource, batch: MiniBatch, request: SampleRequest, exclude: Excluded
     ) -> RawBatch:
-        """Draw the trees of ``batch``, and set the columns that tell the tree and the time of each row."""
+        """Draw the trees of ``batch``, and set the columns of the tree and the time of each row."""
         no_times = np.empty(0, np.int64)
-        times = np.concatenate([batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes])
+        times_by_type = [batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes]
+        times = np.concatenate(times_by_type)
         raw, seed_ids, tree_keys = source.sample(request, exclude, times)
+
         columns = {SEED_ID: seed_ids}
         if len(self._schema.ntypes) == 1:
             columns[ROW_ID] = hash_rows(tree_keys, seed_ids, raw.nodes)
@@ -400,12 +443,11 @@ class KernelMaker(NodeMaker):
 
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
-        store = self._g.kvstore
         raw = batch.raw
         assert raw is not None
         edges = self._split_edge_ids(raw) if self._columns.edges else []
         batch.finish_pull = submit_columns(
-            store,
+            self._g.kvstore,
             self._columns,
             batch.sources,
             batch.seeds,
@@ -418,7 +460,8 @@ class KernelMaker(NodeMaker):
     def build(self, batch: MiniBatch) -> None:
         """Build the blocks of ``batch`` and attach its columns. Its raw arrays are not kept."""
         begin = time.perf_counter()
-        raw, batch.raw = batch.raw, None
+        raw = batch.raw
+        batch.raw = None
         assert raw is not None
         input_nodes, batch.blocks = self._builder.blocks(raw, batch.node_columns)
         batch.input_nodes = unwrap_single_type(input_nodes)

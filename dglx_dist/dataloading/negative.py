@@ -172,16 +172,18 @@ def read_negative(sampler: Any) -> Any:
         return sampler
     if isinstance(sampler, type) or not callable(sampler):
         raise ConfigError(
-            f"negative_sampler={sampler!r}. Pass a sampler of dx.negative, e.g. dx.negative.Uniform(5), one "
-            "of dgl.dataloading.negative_sampler, or a function of (g, edge ids)."
+            f"negative_sampler={sampler!r}. Pass a sampler of dx.negative, e.g. "
+            "dx.negative.Uniform(5), one of dgl.dataloading.negative_sampler, or a function "
+            "of (g, edge ids)."
         )
     # Compare exact types, because the code of a user's subclass must run.
     if type(sampler) is dgl_negative.PerSourceUniform:
         return Uniform(sampler.k)
     if type(sampler) is dgl_negative.GlobalUniform:
         raise ConfigError(
-            "GlobalUniform rejects pairs that are edges anywhere in the graph, which no single server can "
-            "check. Use dx.negative.Uniform(k, corrupt='both'). Few pairs of a large graph are edges."
+            "GlobalUniform rejects pairs that are edges anywhere in the graph, which no "
+            "single server can check. Use dx.negative.Uniform(k, corrupt='both'). Few pairs "
+            "of a large graph are edges."
         )
     return sampler
 
@@ -215,8 +217,9 @@ def _call_user_sampler(
     if not isinstance(answer, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
-                "the negative sampler returned one pair of lists, but the graph has the edge types "
-                f"{', '.join(g.etypes)}. Return a dict of (sources, destinations) by edge type."
+                "the negative sampler returned one pair of lists, but the graph has the edge "
+                f"types {', '.join(g.etypes)}. Return a dict of (sources, destinations) by "
+                "edge type."
             )
         answer = {g.canonical_etypes[0]: answer}
     by_type = {g.to_canonical_etype(key): pairs for key, pairs in answer.items()}
@@ -231,7 +234,7 @@ def _read_pairs(g: DistGraph, etype: EdgeType, pairs: Any) -> Pairs:
     sources, destinations = ends
     if len(sources) != len(destinations):
         raise ConfigError(
-            f"the negative sampler returned {len(sources)} sources and {len(destinations)} destinations of "
-            f"{etype}. Return the same number of each."
+            f"the negative sampler returned {len(sources)} sources and {len(destinations)} "
+            f"destinations of {etype}. Return the same number of each."
         )
     return sources, destinations

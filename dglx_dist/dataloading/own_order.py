@@ -55,9 +55,10 @@ class UserColumns:
                     continue
                 if not (g.nodes if is_node else g.edges)[kind].data[name][torch.from_numpy(ids)].all():
                     raise ConfigError(
-                        f"the {len(ids)} {item}s to train on are the ids of the mask {name!r} before "
-                        f"dx.distribute, but dx.distribute renumbers the {item}s. Pass dx.{item}_split of "
-                        "that column of the distributed graph, or g.new_ids(indices)."
+                        f"the {len(ids)} {item}s to train on are the ids of the mask {name!r} "
+                        f"before dx.distribute, but dx.distribute renumbers the {item}s. Pass "
+                        f"dx.{item}_split of that column of the distributed graph, or "
+                        "g.new_ids(indices)."
                     )
 
     def find_name(self, values: Tensor) -> str | None:
@@ -99,9 +100,10 @@ class _BatchIds(Tensor):
             name = next((name for name in names if name is not None), None)
         if name is not None:
             raise ConfigError(
-                f"the column {name!r} of the graph before dx.distribute was indexed by ids of a batch. "
-                "dx.distribute has renumbered the graph, so the values belong to other nodes or edges. Use "
-                f"g.ndata[{name!r}][ids] of the distributed graph, or column[g.orig_ids(ids)]."
+                f"the column {name!r} of the graph before dx.distribute was indexed by ids of "
+                "a batch. dx.distribute has renumbered the graph, so the values belong to "
+                f"other nodes or edges. Use g.ndata[{name!r}][ids] of the distributed graph, "
+                "or column[g.orig_ids(ids)]."
             )
         with plain_tensors():
             return func(*args, **(kwargs or {}))

@@ -84,8 +84,8 @@ class DrawSettings:
         """Return all fields except the schema as a string, with a digest of the excluded edges."""
         exclude_digest = compute_digest(self.exclude.items())[:16]
         return (
-            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={exclude_digest}, "
-            f"seed={self.seed}, by_source={self.by_source}"
+            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, "
+            f"exclude={exclude_digest}, seed={self.seed}, by_source={self.by_source}"
         )
 
     def request(
@@ -195,8 +195,8 @@ def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
             continue
         ids, uses = np.unique(request.seeds[first:last], return_counts=True)
         raise ConfigError(
-            f"the seeds contain node {ids[uses > 1][0]} more than once ({last - first} seeds, {count} "
-            "distinct), but a block has one row per node. Pass torch.unique(seeds)."
+            f"the seeds contain node {ids[uses > 1][0]} more than once ({last - first} seeds, "
+            f"{count} distinct), but a block has one row per node. Pass torch.unique(seeds)."
         )
 
 
@@ -272,6 +272,7 @@ class RemoteSource:
         finally:
             # Also after an error, the next batch must not see the numbers that this batch assigned.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
+
         ids, starts = pack_ids(nodes)
         edge_ends = _sum_lengths([edge_ids for _, _, edge_ids in pieces])
         no_weights = np.empty(0, np.float32)

@@ -30,8 +30,8 @@ Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
 
 _SUPPORTED = (
     "Use dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, "
-    "dx.TemporalNeighborSampler, or a subclass of BlockSampler with a sample_blocks that calls "
-    "g.sample_neighbors."
+    "dx.TemporalNeighborSampler, or a subclass of BlockSampler with a sample_blocks that "
+    "calls g.sample_neighbors."
 )
 
 
@@ -69,8 +69,8 @@ class SamplePlan:
         if self.temporal is not None or disjoint:
             option = "disjoint= or seed_time=" if self.temporal is None else type(self.temporal).__name__
             raise ConfigError(
-                f"{option} needs rows of its own for each seed, but {strategy} computes each node once per "
-                "step. Use strategy='data_parallel'."
+                f"{option} needs rows of its own for each seed, but {strategy} computes each "
+                "node once per step. Use strategy='data_parallel'."
             )
 
     def check_takes_all(self, strategy: str) -> None:
@@ -78,9 +78,9 @@ class SamplePlan:
         self.refuse_trees(strategy)
         if self.weights is not None or self.has_edge_weights:
             raise ConfigError(
-                f"the sampler draws edges by {self.weights or 'importance_sampling'!r}, but {strategy} takes "
-                "all of them. Leave out prob=, mask= and importance_sampling=, or use "
-                "strategy='data_parallel'."
+                f"the sampler draws edges by {self.weights or 'importance_sampling'!r}, but "
+                f"{strategy} takes all of them. Leave out prob=, mask= and "
+                "importance_sampling=, or use strategy='data_parallel'."
             )
 
 
@@ -118,8 +118,8 @@ def read_sampler(sampler: object) -> SamplePlan:
     refuse_by_name(sampler)
     if isinstance(sampler, EdgePredictionSampler):
         raise ConfigError(
-            "as_edge_prediction_sampler(...) is for edge loaders, and this is a node loader. Pass it to "
-            "dx.DataLoader or dx.DistEdgeDataLoader."
+            "as_edge_prediction_sampler(...) is for edge loaders, and this is a node loader. "
+            "Pass it to dx.DataLoader or dx.DistEdgeDataLoader."
         )
     if not isinstance(sampler, BlockSampler):
         raise ConfigError(f"{type(sampler).__qualname__} makes no blocks for a node loader. {_SUPPORTED}")
@@ -134,14 +134,15 @@ def read_sampler(sampler: object) -> SamplePlan:
     if not _is_stock(sampler):
         if isinstance(sampler, LaborSampler):
             raise ConfigError(
-                f"{type(sampler).__qualname__} overrides methods of LaborSampler, and its own code works on "
-                "graphs of one process only. Pass LaborSampler itself, or a subclass of BlockSampler."
+                f"{type(sampler).__qualname__} overrides methods of LaborSampler, and its own "
+                "code works on graphs of one process only. Pass LaborSampler itself, or a "
+                "subclass of BlockSampler."
             )
         return plan
     if sampler.edge_dir != "in":
         raise ConfigError(
-            f"edge_dir={sampler.edge_dir!r} needs out-edges, but a partition holds the in-edges of its "
-            "nodes. Use edge_dir='in' on the reversed graph (dgl.reverse)."
+            f"edge_dir={sampler.edge_dir!r} needs out-edges, but a partition holds the "
+            "in-edges of its nodes. Use edge_dir='in' on the reversed graph (dgl.reverse)."
         )
     plan = replace(plan, fanouts=_read_fanouts(sampler.fanouts))
     if isinstance(sampler, LaborSampler):
@@ -304,9 +305,10 @@ def check_every_type_has(g: DistGraph, name: str) -> None:
     missing = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
     if missing:
         raise ConfigError(
-            f"prob or mask names {name!r}, but {len(missing)} of {len(g.canonical_etypes)} edge types have "
-            f"no such column: {', '.join(map(str, missing))} (the first has "
-            f"{sorted(g.edges[missing[0]].data)}). Add the column, filled with ones to draw all edges alike."
+            f"prob or mask names {name!r}, but {len(missing)} of {len(g.canonical_etypes)} "
+            f"edge types have no such column: {', '.join(map(str, missing))} (the first has "
+            f"{sorted(g.edges[missing[0]].data)}). Add the column, filled with ones to draw "
+            "all edges alike."
         )
 
 
@@ -314,8 +316,8 @@ def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> 
     # `rows` are as stored, so bfloat16 values are given by their bits.
     if rows.ndim != 1 or rows.dtype.kind not in "bfiu":
         raise ConfigError(
-            f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}, but probabilities "
-            "and masks need one number per edge."
+            f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}, but "
+            "probabilities and masks need one number per edge."
         )
     if info.dtype == "bfloat16":
         # The bits are the upper half of the bits of the float32 with the same value.

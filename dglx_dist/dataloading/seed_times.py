@@ -35,14 +35,15 @@ def read_tree_rule(
     by_type = plan.node_feats.values() if isinstance(plan.node_feats, Mapping) else [plan.node_feats]
     for name in {SEED_ID, TIME} & {name for names in by_type for name in names}:
         raise ConfigError(
-            f"prefetch_node_feats names {name!r}, which blocks with a tree for each seed have already. "
-            "Rename the column, or read it from the graph by the ids of the nodes."
+            f"prefetch_node_feats names {name!r}, which blocks with a tree for each seed have "
+            "already. Rename the column, or read it from the graph by the ids of the nodes."
         )
     if temporal is None:
         if plan.fanouts is None or plan.weights is not None or plan.by_source is not None:
             raise ConfigError(
-                "disjoint=True draws uniformly for each tree. Use dgl.dataloading.NeighborSampler without "
-                "prob= and mask=, or leave disjoint= out."
+                "disjoint=True draws uniformly for each tree. Use "
+                "dgl.dataloading.NeighborSampler without prob= and mask=, or leave disjoint= "
+                "out."
             )
         return TreeRule(replace=plan.replace), None
     columns = find_time_columns(g.dataset.manifest, temporal.edge_time, temporal.node_time)
@@ -82,8 +83,8 @@ def read_timed_items(
         times[kind] = _read_keys(g, kind, ids, of_kind, dtype, item)
         if len(ids) and len(np.unique(np.stack([ids, times[kind]]), axis=1).T) < len(ids):
             raise ConfigError(
-                f"indices of type {kind!r} contain a {item} more than once at one time, but an epoch uses "
-                f"each pair of {item} and time once. Pass distinct pairs."
+                f"indices of type {kind!r} contain a {item} more than once at one time, but "
+                f"an epoch uses each pair of {item} and time once. Pass distinct pairs."
             )
     return Items(ids=items.ids, times=times)
 
@@ -98,8 +99,9 @@ def _read_keys(
     if seed_time is None or (isinstance(seed_time, str) and seed_time not in data):
         problem = "are not named" if seed_time is None else f"have no column {seed_time!r}"
         raise ConfigError(
-            f"times of the seed {item}s {kind!r} {problem} (known: {', '.join(data) or 'none'}). Pass the "
-            f"loader seed_time=: one time per {item}, a number for all, or the name of a column."
+            f"times of the seed {item}s {kind!r} {problem} (known: "
+            f"{', '.join(data) or 'none'}). Pass the loader seed_time=: one time per {item}, "
+            "a number for all, or the name of a column."
         )
     if isinstance(seed_time, str):
         times = view_as_numpy(data[seed_time][torch.from_numpy(ids)])
@@ -108,14 +110,15 @@ def _read_keys(
     is_valid = times.dtype.kind in ("iu" if dtype == "int64" else "iuf")
     if times.shape != (len(ids),) or not is_valid:
         raise ConfigError(
-            f"seed_time of {kind!r} has shape {times.shape} and dtype {times.dtype}, but there are "
-            f"{len(ids)} {item}s and the times of the graph are {dtype}. Pass one {dtype} number per {item}."
+            f"seed_time of {kind!r} has shape {times.shape} and dtype {times.dtype}, but "
+            f"there are {len(ids)} {item}s and the times of the graph are {dtype}. Pass one "
+            f"{dtype} number per {item}."
         )
     keys = to_keys(times.astype(dtype))
     if (keys == NEVER).any():
         position = int(np.argmax(keys == NEVER))
         raise ConfigError(
-            f"the {item} {ids[position]} of type {kind!r} has no time ({times[position]}). Leave it out of "
-            "the seeds, or pass seed_time=."
+            f"the {item} {ids[position]} of type {kind!r} has no time ({times[position]}). "
+            "Leave it out of the seeds, or pass seed_time=."
         )
     return keys

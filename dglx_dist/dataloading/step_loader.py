@@ -92,42 +92,45 @@ class Items(Generic[K]):
         """Return the (n,) positions of all ids in the order of ``epoch``. Shuffling sorts by a keyed hash."""
         if not shuffle:
             return np.arange(len(self))
-        keys = [
-            self._hash(kind, stream_key(seed, epoch, _SHUFFLE - type_index))
-            for type_index, kind in enumerate(self.ids)
-        ]
+        keys = []
+        for type_index, type_name in enumerate(self.ids):
+            stream = stream_key(seed, epoch, _SHUFFLE - type_index)
+            keys.append(self._hash(type_name, stream))
         return np.argsort(np.concatenate(keys), kind="stable")
 
     def take(self, positions: Array) -> dict[K, Array]:
         """Return the ids at (k,) ``positions`` by type, in the order of the positions.
 
-        With times, an array is (2, k) int64 ids and times, see :func:`split_times`.
+        With times, each array has two rows, the ids and the times. :func:`split_times` separates them.
         """
-        taken = {}
+        items = {}
         first = 0
-        for key, ids in self.ids.items():
-            local = positions
+        for type_name, ids in self.ids.items():
+            end = first + len(ids)
+            indices = positions
             if len(self.ids) > 1:
-                local = positions[(positions >= first) & (positions < first + len(ids))] - first
-            taken[key] = ids[local]
+                is_of_type = (positions >= first) & (positions < end)
+                indices = positions[is_of_type] - first
+
+            items[type_name] = ids[indices]
             if self.times is not None:
-                taken[key] = np.stack([taken[key], self.times[key][local]])
-            first += len(ids)
-        return taken
+                items[type_name] = np.stack([ids[indices], self.times[type_name][indices]])
+            first = end
+        return items
 
     def digest(self) -> int:
         """Return a 64-bit hash of the ids, which does not depend on their order."""
         digest = np.uint64(0)
-        for type_index, kind in enumerate(self.ids):
-            hashes = self._hash(kind, stream_key(0, 0, type_index))
+        for type_index, type_name in enumerate(self.ids):
+            hashes = self._hash(type_name, stream_key(0, 0, type_index))
             digest ^= np.bitwise_xor.reduce(hashes, initial=np.uint64(0))
         return int(digest.view(np.int64))
 
-    def _hash(self, kind: K, stream: np.uint64) -> Array:
-        hashes = hash_ids(self.ids[kind], stream)
+    def _hash(self, type_name: K, stream: np.uint64) -> Array:
+        hashes = hash_ids(self.ids[type_name], stream)
         if self.times is None:
             return hashes
-        return hash_ids(hashes.view(np.int64) ^ self.times[kind], stream)
+        return hash_ids(hashes.view(np.int64) ^ self.times[type_name], stream)
 
 
 def split_times(items: Mapping[K, Array]) -> tuple[dict[K, Array], dict[K, Array]]:
@@ -154,17 +157,18 @@ def read_items(
     """
     refuse_by_name(indices)
     ids_by_type = group_by_type(indices, counts, what)
-    for key, ids in ids_by_type.items() if is_distinct else ():
+    for key, ids in ids_by_type.items():
         distinct, uses = np.unique(ids, return_counts=True)
-        if len(distinct) != len(ids):
+        if is_distinct and len(distinct) != len(ids):
             raise ConfigError(
-                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than once ({len(ids)} "
-                f"ids, {len(distinct)} distinct), but an epoch uses each {what} once. Pass "
-                "torch.unique(indices)."
+                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than "
+                f"once ({len(ids)} ids, {len(distinct)} distinct), but an epoch uses each "
+                f"{what} once. Pass torch.unique(indices)."
             )
-    empty = np.empty(0, np.int64)
+
     # Copy the ids, because the caller may modify its array while threads read.
-    return Items(ids={key: ids_by_type[key].copy() if key in ids_by_type else empty for key in counts})
+    no_ids = np.empty(0, np.int64)
+    return Items(ids={key: ids_by_type.get(key, no_ids).copy() for key in counts})
 
 
 _DEVICE_HINT = "the loader moves batches to device="
@@ -226,7 +230,10 @@ def read_loader_options(options: Mapping[str, Any]) -> LoaderOptions:
     for name, hint in _IGNORED_OPTIONS.items():
         if options.get(name):
             warn_user(f"{name}={options[name]} has no effect: {hint}")
-    known_options = {name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}
+
+    known_options = dict(options)
+    for name in _IGNORED_OPTIONS:
+        known_options.pop(name, None)
     check_names("the loader", known_options, (field.name for field in fields(LoaderOptions)))
     loader_options = LoaderOptions(**known_options)
     if loader_options.device is not None:
@@ -256,7 +263,8 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        return -(-max(self.used) // self.batch_size)
+        """Number of steps of the rank with the most seeds. Its last batch may be smaller."""
+        return math.ceil(max(self.used) / self.batch_size)
 
     def slice_seeds(self, step: int) -> slice:
         """Return the slice of this rank's seeds for ``step``. It may be empty."""
@@ -376,9 +384,11 @@ class Maker(Stages[B], Generic[K, B]):
         record = cast("Any", batch)
         if not loader.moves_batches:
             return
+
         begin = time.perf_counter()
+        move_record = partial(record.move, loader.device)
         with self.span("copy to the device", step):
-            _, record.arrive = copy_async(loader.copies, loader.device, partial(record.move, loader.device))
+            _, record.arrive = copy_async(loader.copies, loader.device, move_record)
         record.fetch_s += time.perf_counter() - begin
 
     @abstractmethod
@@ -419,18 +429,27 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
     """Raise ConfigError if ``optimizer`` trains parameters that belong to no wrapped model."""
     if optimizer in _CHECKED_OPTIMIZERS:
         return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+    # Parameters are compared by identity, because tensors compare by value.
+    trained = {id(parameter) for parameter in _list_parameters(optimizer) if parameter.grad is not None}
     if not trained:
         return
-    unwrapped = trained.difference(id(p) for model in WRAPPED_MODELS for p in model.parameters())
+
+    unwrapped = set(trained)
+    for model in WRAPPED_MODELS:
+        unwrapped.difference_update(map(id, model.parameters()))
     if unwrapped:
         raise ConfigError(
-            f"{type(optimizer).__name__} trains {len(unwrapped)} parameters that belong to no wrapped model, "
-            "so every rank would train its own copy. Put them into one module and call "
-            "model = dx.wrap(model, g) (not DistributedDataParallel), then build the optimizer from "
-            "model.parameters()."
+            f"{type(optimizer).__name__} trains {len(unwrapped)} parameters that belong to no "
+            "wrapped model, so every rank would train its own copy. Put them into one module "
+            "and call model = dx.wrap(model, g) (not DistributedDataParallel), then build the "
+            "optimizer from model.parameters()."
         )
     _CHECKED_OPTIMIZERS.add(optimizer)
+
+
+def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 STEPS_BETWEEN_CHECKS = 32
@@ -444,12 +463,16 @@ class StepCheck:
     """Hook of optimizer steps within an iteration. It refuses unwrapped models and ranks that train apart."""
 
     def __init__(self, session: Session, *, compares_weights: bool) -> None:
-        self._session, self._compares_weights = session, compares_weights
+        self._session = session
+        self._compares_weights = compares_weights
         self._compared: list[Optimizer] = []
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         refuse_unwrapped(optimizer)
-        step_number = _STEPS_TAKEN[optimizer] = _STEPS_TAKEN.get(optimizer, 0) + 1
+        step_number = _STEPS_TAKEN.get(optimizer, 0) + 1
+        _STEPS_TAKEN[optimizer] = step_number
+
+        # In an iteration that compares weights, the first step of each optimizer does it.
         is_compared = any(optimizer is compared for compared in self._compared)
         if step_number in EARLY_CHECKS or (self._compares_weights and not is_compared):
             self._compared.append(optimizer)
@@ -457,7 +480,11 @@ class StepCheck:
 
 
 def _find_replicated(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the replicated weights that ``optimizer`` trains, by name."""
+    """Return the replicated weights that ``optimizer`` trains, by name.
+
+    If two wrapped models have a weight of the same name, the position of the second weight in the optimizer
+    is appended to its name.
+    """
     names: dict[int, str] = {}
     model: Any
     for model in WRAPPED_MODELS:
@@ -466,10 +493,15 @@ def _find_replicated(optimizer: Optimizer) -> dict[str, Tensor]:
             continue  # Wrapping has failed, and the wrapper is not freed yet.
         parameters = dict(module.named_parameters())
         names |= {id(parameters[name]): name for name in model.parts.replicated}
+
     weights: dict[str, Tensor] = {}
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if (name := names.get(id(parameter))) is not None:
-            weights[f"{name} ({number})" if name in weights else name] = parameter
+    for index, parameter in enumerate(_list_parameters(optimizer)):
+        name_of_parameter = names.get(id(parameter))
+        if name_of_parameter is None:
+            continue
+        if name_of_parameter in weights:
+            name_of_parameter = f"{name_of_parameter} ({index})"
+        weights[name_of_parameter] = parameter
     return weights
 
 
@@ -580,21 +612,27 @@ class EpochLoader(ABC, Generic[B, T]):
     def _iterate(self) -> Generator[T, None, None]:
         """Yield the batches of the epoch from its next step on.
 
-        If the previous loop was left early, this begins the next epoch. Steps of an optimizer are checked
-        meanwhile on several ranks. A complete pass is reported to the trace.
+        If the previous loop was left early, this function begins the next epoch. With several ranks, every
+        optimizer step of the loop body is checked. A complete pass over an epoch is reported to the trace.
         """
+        # The flag is still set if the loop body has left the previous iteration by break or an error.
         if self._has_started:
-            self._epoch = self._epoch + 1
+            self._epoch += 1
             self._next_step = 0
         self._has_started = True
-        epoch, first_step = self._epoch, self._next_step
+        epoch = self._epoch
+        first_step = self._next_step
         begin_s = time.perf_counter()
         waited_before_s = self._waited_s
+
         handle = None
         if self.checks_training and self._session.topology.world_size > 1:
-            compares_weights = epoch % math.ceil(STEPS_BETWEEN_CHECKS / max(len(self), 1)) == 0
+            # Weights are compared once per iteration, but short epochs skip some comparisons.
+            epochs_between_checks = math.ceil(STEPS_BETWEEN_CHECKS / max(len(self), 1))
+            compares_weights = epoch % epochs_between_checks == 0
             check = StepCheck(self._session, compares_weights=compares_weights)
             handle = register_optimizer_step_pre_hook(check)
+
         try:
             with closing(self._prefetch(epoch)) as batches:
                 stream = self.wrap_batches(batches)
@@ -604,6 +642,7 @@ class EpochLoader(ABC, Generic[B, T]):
                         batch = self.mark(batch)
                         self.mark = None
                     yield batch
+                    # Release the batch before the next one is awaited, to save memory.
                     del batch
         finally:
             if handle is not None:
@@ -611,9 +650,12 @@ class EpochLoader(ABC, Generic[B, T]):
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
             self._end_step = None
+
+        # From here on, the loop has not been left early. It may have ended in the middle of the epoch.
         self._has_started = False
         if self._next_step < len(self):
             return
+
         if first_step == 0 and self._session.trace is not None:
             seconds = time.perf_counter() - begin_s
             wait_s = self._waited_s - waited_before_s
@@ -639,21 +681,24 @@ class EpochLoader(ABC, Generic[B, T]):
     def _prefetch_in_order(self, stages: Stages[B]) -> Generator[B, None, None]:
         """Yield the batches of ``stages`` that reserve rows of a cache.
 
-        Each batch changes the cached rows that the next batch finds. So several threads sample batches, but
-        rows are fetched and batches are built one after the other.
+        Several threads sample batches. But each batch changes the cached rows that the next batch finds.
+        Therefore, rows are fetched and batches are built one after the other.
         """
 
         def sample(step: int) -> B:
             with stages.span("sample", step):
                 return stages.sample(step)
 
-        depth, num_threads = self.depth, self.num_threads
-        sampled: Any = run_ahead(sample, self._iterate_steps(), depth=depth, num_threads=num_threads)
-        with closing(sampled), closing(look_ahead(sampled, stages.claimed_rows, stages.fetch)) as fetched:
+        depth = self.depth
+        num_threads = self.num_threads
+        steps = self._iterate_steps()
+        samples: Any = run_ahead(sample, steps, depth=depth, num_threads=num_threads)
+        fetched_batches = look_ahead(samples, stages.claimed_rows, stages.fetch)
+        with closing(samples), closing(fetched_batches):
 
             def build_next(step: int) -> B:
                 # Batches are yielded in the order of the steps, so the next one is the batch of `step`.
-                batch = next(fetched)
+                batch = next(fetched_batches)
                 stages.build(batch)
                 stages.move(batch, step)
                 return batch
@@ -666,21 +711,25 @@ class EpochLoader(ABC, Generic[B, T]):
     def _iterate_steps(self) -> Iterator[int]:
         # Read the end at each step, because the training loop may call end_at() between steps.
         step = self._next_step
-        while step < (len(self) if self._end_step is None else min(self._end_step, len(self))):
+        while step < len(self) and (self._end_step is None or step < self._end_step):
             yield step
             step += 1
 
     def _deliver_next(self, step: int, batches: Iterator[B]) -> T:
         """Wait for the batch of ``step``, deliver it, and add its times to the totals.
 
-        From here on, a checkpoint continues with the following step.
+        A checkpoint that is saved after this call continues with the step after ``step``.
         """
         begin = time.perf_counter()
         with self.span(f"{WAIT} for a batch", self._epoch, step, row=COMPUTE):
             batch = next(batches)
-        sample_s, fetch_s = batch.sample_s, batch.fetch_s
+
+        # Read the times first, because a delivered batch may be of another class.
+        sample_s = batch.sample_s
+        fetch_s = batch.fetch_s
         delivered = self.deliver(step, batch)
         self._next_step = step + 1
+
         step_wait_s = time.perf_counter() - begin
         self._waited_s += step_wait_s
         self._times = LoaderTimes(
@@ -709,8 +758,10 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         self.moves_batches = self.device.type != "cpu" or is_on_torch_path(self.device)
         """Whether batches are moved after they are built, to another device or to graphs for plain torch."""
         counts = _gather_item_counts(items, options, session)
-        size = int(options.batch_size)
-        self._schedule = Schedule.from_counts(counts, size, options.drop_last, session.topology.rank)
+        rank = session.topology.rank
+        batch_size = int(options.batch_size)
+        self._schedule = Schedule.from_counts(counts, batch_size, options.drop_last, rank)
+
         seed = resolve_seed(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
@@ -754,8 +805,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         return stages
 
     def deliver(self, step: int, batch: B) -> T:
-        number = self.first_number + self._epoch * len(self) + step
-        share = replace(self._schedule.share(step), step_number=number)
+        step_number = self.first_number + self._epoch * len(self) + step
+        share = replace(self._schedule.share(step), step_number=step_number)
         self._session.step_share = share
         delivered: T = self._maker.deliver(batch, share)
         return delivered
@@ -772,13 +823,13 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
             raise CheckpointError(f"this is not a position of a loader: {error}") from None
     if state["seed"] != seed:
         raise CheckpointError(
-            f"the position was saved by a loader with seed {state['seed']}, but this loader has seed {seed}. "
-            f"Pass seed={state['seed']}."
+            f"the position was saved by a loader with seed {state['seed']}, but this loader "
+            f"has seed {seed}. Pass seed={state['seed']}."
         )
     if state["step"] > num_steps:
         raise CheckpointError(
-            f"the position is step {state['step']}, but an epoch of this loader has {num_steps} steps. Use "
-            "the same dataset, batch_size and number of ranks."
+            f"the position is step {state['step']}, but an epoch of this loader has "
+            f"{num_steps} steps. Use the same dataset, batch_size and number of ranks."
         )
 
 
@@ -786,25 +837,31 @@ def resolve_seed(options: LoaderOptions, session: Session) -> int:
     return session.seed if options.seed is None else int(options.seed)
 
 
-def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
-    """Return ``local`` of all W ranks as (W, n) int64, in the order of ranks. Every rank must call this.
+def gather_counts(counts: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
+    """Return the ``counts`` of all W ranks as a (W, n) int64 array, in the order of ranks.
 
-    Raises ConfigError if ``batch_size`` or ``drop_last`` differs between ranks.
+    Every rank must call this with the same number n of counts. Raises ConfigError if ``batch_size`` or
+    ``drop_last`` differs between ranks.
     """
-    rows = gather_int64([*local, batch_size, int(drop_last)], session)
-    for column, name in ((-2, "batch_size"), (-1, "drop_last")):
-        remedy = "pass the same value on all ranks, so that they have the same number of steps"
-        check_values_equal(name, rows[:, column].tolist(), remedy)
+    # The two options follow the counts, so that one message carries everything.
+    rows = gather_int64([*counts, batch_size, int(drop_last)], session)
+    remedy = "pass the same value on all ranks, so that they have the same number of steps"
+    check_values_equal("batch_size", rows[:, -2].tolist(), remedy)
+    check_values_equal("drop_last", rows[:, -1].tolist(), remedy)
     return rows[:, :-2]
 
 
 def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
-    """Return the number of items of each rank. Warns if all ranks have the same items. All ranks call it."""
+    """Return the number of items of each rank. Every rank must call this.
+
+    Warns the user if all ranks have the same items, because an epoch would then use each item several times.
+    """
     count_and_digest = [len(items), items.digest() if len(items) else 0]
     rows = gather_counts(count_and_digest, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warn_user(
-            f"all {len(rows)} ranks have the same {len(items)} indices, so an epoch uses each {len(rows)} "
-            "times. Use dx.node_split(mask) or dx.edge_split(mask) to give every rank its share."
+            f"all {len(rows)} ranks have the same {len(items)} indices, so an epoch uses each "
+            f"{len(rows)} times. Use dx.node_split(mask) or dx.edge_split(mask) to give every "
+            "rank its share."
         )
     return tuple(rows[:, 0].tolist())

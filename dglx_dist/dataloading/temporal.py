@@ -61,6 +61,6 @@ class TemporalNeighborSampler(BlockSampler):
     def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> NoReturn:
         """Raise ConfigError, because only the loaders of this package know the times of seeds."""
         raise ConfigError(
-            f"TemporalNeighborSampler does not sample {type(g).__name__} itself. Pass it to dx.DataLoader or "
-            "dx.DistEdgeDataLoader."
+            f"TemporalNeighborSampler does not sample {type(g).__name__} itself. Pass it to "
+            "dx.DataLoader or dx.DistEdgeDataLoader."
         )

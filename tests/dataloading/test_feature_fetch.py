@@ -62,9 +62,9 @@ def test_all_requests_of_a_batch_leave_before_blocks_are_built_and_before_any_wa
     events: list[str] = []
     maker = make_typed(lambda event, _key: events.append(event))
 
-    def build(self, batch, blocks=BatchBlockBuilder.blocks):
+    def build(self, batch, node_columns, blocks=BatchBlockBuilder.blocks):
         events.append("build")
-        return blocks(self, batch)
+        return blocks(self, batch, node_columns)
 
     monkeypatch.setattr(BatchBlockBuilder, "blocks", build)
     make(maker)
