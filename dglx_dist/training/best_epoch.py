@@ -33,27 +33,35 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
         if isinstance(value, Tensor) and value.layout == torch.strided:
             tensor = value.detach().cpu().contiguous()
             storage = tensor.untyped_storage().data_ptr()
+            # The library refuses tensors that share memory.
             tensors[name] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
+
+    metadata = {"format": "pt"}
+    metadata |= {key: str(fact) for key, fact in facts.items()}
     try:
         # save_file() of safetensors would make files that only their owner can read.
-        raw = save(tensors, {"format": "pt"} | {key: str(fact) for key, fact in facts.items()})
+        content = save(tensors, metadata)
     except (KeyError, ValueError) as error:
         log.warning("%s is not written, because safetensors cannot hold it (%s). Use dx.save.", path, error)
         return
-    with name_write_failures(path), replace_atomically(path) as partial:
-        # The library writes the facts in random order. A header begins with its length in 8 bytes.
-        header_end = 8 + int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8:header_end])
-        # With a sorted header, equal tensors and facts are equal files.
-        text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        with partial.open("wb") as file:
-            file.write(raw[:8] + text.encode().ljust(header_end - 8))
-            file.write(memoryview(raw)[header_end:])
+
+    # The library writes the facts in random order. With a sorted header, equal weights are equal files. The
+    # file begins with the length of its header in 8 bytes.
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:header_end])
+    header_text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    with name_write_failures(path), replace_atomically(path) as partial, partial.open("wb") as file:
+        file.write(content[:8])
+        file.write(header_text.encode().ljust(header_end - 8))
+        file.write(memoryview(content)[header_end:])
 
 
 class WeightFiles:
-    """The two files of weights of a run in ``folder``. None: there are no files. All ranks call it alike."""
+    """The two files of weights of a run in ``folder``. None: there are no files.
+
+    Every rank calls the methods, and rank 0 writes.
+    """
 
     def __init__(self, folder: str | Path | None, model: nn.Module) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -68,7 +76,8 @@ class WeightFiles:
 
     def write(self, name: str, epoch: int) -> None:
         """Write the model's current weights, the ones after ``epoch``."""
-        if (folder := self._folder) is None:
+        folder = self._folder
+        if folder is None:
             return
         state = self._model.state_dict()
 
@@ -80,7 +89,10 @@ class WeightFiles:
         run_on_all_ranks(current_session(), write)
 
     def complete(self, epoch: int, best_epoch: int | None) -> None:
-        """Write the current weights as those of the best epoch, if validation has written none."""
+        """Write the current weights, those of ``epoch``, as the best ones if that file does not exist.
+
+        Without validation, no epoch has written it. After a resume, its folder may have been removed.
+        """
         folder = self._folder
         if folder is None or broadcast_json((folder / BEST_WEIGHTS).is_file(), current_session()):
             return
@@ -137,13 +149,19 @@ class EarlyStopping:
         best = self.score
         was_nan = best is not None and math.isnan(best) and not math.isnan(score)
         is_best = best is None or was_nan or self._sign * score > self._sign * best
-        if is_best:
-            self.epoch, self.score = epoch, score
-        if is_best and (was_nan or self._last is None or abs(score - self._last) >= self._min_delta):
-            self._last, self.evaluations_since = score, 0
+        if not is_best:
+            self.evaluations_since += 1
+            return False
+
+        self.epoch = epoch
+        self.score = score
+        # A score that is better by less than ``min_delta`` is the best, but does not prolong training.
+        if was_nan or self._last is None or abs(score - self._last) >= self._min_delta:
+            self._last = score
+            self.evaluations_since = 0
         else:
             self.evaluations_since += 1
-        return is_best
+        return True
 
     def resume(self, best: tuple[int | None, float | None], evaluations_since: int) -> None:
         """Continue from the best epoch and its score in a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,129 +95,167 @@ def train(  # noqa: PLR0913 - all but four have defaults
         Stopped: a rank received a signal to stop.
     """
     config = config or FitConfig()
-    device = find_float_parameter(model).device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        raise ConfigError(
-            "inside torch.autocast the evaluation would not be exact, and the run would be recorded as "
-            "float32. Call it outside of that block, with precision='bf16'."
-        )
+    _refuse_autocast(model)
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", groups)
-    config = _use_exact_loss(_resolve_task(config, g, model.module), g, is_own=config.loss is not None)
+    resolved_config = _resolve_task(config, g, model.module)
+    config = _use_exact_loss(resolved_config, g, is_own=config.loss is not None)
+
     check_loop(config, get_strategy(g.session).traits, g.session.strategy)
     facts = describe_run(g, config, optimizer)
+    objects = dict(state or {})
     check_updates(
         config,
         model,
         scheduler,
-        state or {},
+        objects,
         list_optimizers(sparse),
         has_own_evaluation=config.evaluate is not None,
         steps_of_epoch=len(loader),
     )
-    objects = {**(state or {}), **({} if scheduler is None else {SCHEDULER: scheduler})}
+    if scheduler is not None:
+        objects[SCHEDULER] = scheduler
+
     run = TrainingRun(loader, g, config, _make_step(model, optimizer, sparse, config), facts, objects)
     run.resume()
     run.check_evaluation()
     run.files.begin(run.result.best_epoch)
-    enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
+    shows_progress = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     with (
-        tracing.open_scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
+        tracing.open_scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write_scalars,
         _begin_run(g.session, config, is_over=not run.has_epochs),
         tracing.record_steps(config.trace, config.trace_steps, g.session) as count_step,
-        _show_progress(run, loader, config, g.session, enabled=enabled) as advance,
+        _show_progress(run, loader, config, g.session, enabled=shows_progress) as advance,
     ):
 
         def after_step() -> None:
             count_step()
             advance(1)
 
-        show = advance.show if enabled else None
+        show = advance.show if shows_progress else None
         trainer = model.trainer(loader, optimizer, _make_objective(config, sparse), show)
         with _closing(run):
             with _closing(trainer):
                 while run.has_epochs and not run.is_stopped:
                     for record in run.advance(trainer, after_step):
-                        for callback in (write, *callbacks):
+                        for callback in (write_scalars, *callbacks):
                             callback(record)
                         advance.say(tracing.format_epoch(record))
             run.leave()
         account = {} if trainer is None else trainer.account()
         if account:
             advance.say(f"cost {account['text']}")
+
     if run.is_stopped:
         raise run.make_stop_error()
-    test = {"test_accuracy": run.result.accuracy[TEST]} if TEST in run.result.accuracy else {}
-    warn_of_guesses(run.result.task, run.result.metrics | test, g, str(config.ntype), config.label)
+    scores = dict(run.result.metrics)
+    if TEST in run.result.accuracy:
+        scores["test_accuracy"] = run.result.accuracy[TEST]
+    warn_of_guesses(run.result.task, scores, g, str(config.ntype), config.label)
     return replace(run.result, account=account, traffic=tracing.list_traffic(run.sent, g.session))
 
 
+def _refuse_autocast(model: WrappedModel) -> None:
+    """Raise ConfigError if the caller has enabled autocast for the device of ``model``."""
+    device = find_float_parameter(model).device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        raise ConfigError(
+            "inside torch.autocast the evaluation would not be exact, and the run would be recorded as "
+            "float32. Call it outside of that block, with precision='bf16'."
+        )
+
+
 def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
-    """Return ``config`` with task, loss and metrics. Standardise a regression. Every rank must call this."""
+    """Return ``config`` with task, loss and metrics. Every rank must call this.
+
+    For a regression, also let ``module`` learn standardised targets.
+    """
     if not isinstance(config.task, str):
         return config
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     if config.class_weight != "none" and config.loss is not None:
         raise ConfigError("class_weight applies to the task's own loss only. Leave loss or class_weight out.")
     if config.loss is not None and config.evaluate is not None:
-        return replace(config, ntype=ntype)  # Both are the user's, so that any labels are fine.
+        # Loss and evaluation are functions of the user, so labels of any kind are fine.
+        return replace(config, ntype=ntype)
+
     task, _ = read_task(g, ntype, config.label, config.task)
-    weights = None if config.class_weight == "none" else compute_class_weights(g, ntype, config.label, task)
+    weights = None
+    if config.class_weight != "none":
+        weights = compute_class_weights(g, ntype, config.label, task)
     has_targets = {config.label, TRAIN} <= g.nodes[ntype].data.keys()
     if task == REGRESSION and has_targets and config.loss is None and isinstance(module, Layered):
         mean, deviation = compute_moments(g, ntype, config.label, TRAIN)
+        # Targets that are all equal have a deviation of 0, which cannot divide the error.
         weights = torch.where(deviation > 0, deviation, 1.0).to(find_float_parameter(module).device)
         module.standardise(mean.to(weights), weights)
-    metric = config.metric if config.evaluate else list_metrics(task, config.metric)
+
+    metric = config.metric
+    if config.evaluate is None:
+        metric = list_metrics(task, config.metric)
     loss = config.loss or choose_loss(task, weights)
     return replace(config, ntype=ntype, task=task, metric=metric, loss=loss)
 
 
 def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
+    """Return ``config`` with the loss of :func:`make_exact`. ``is_own``: the user has passed the loss."""
     if config.own_task is not None or not get_strategy(g.session).traits.own_loop:
         return config
-    return replace(config, loss=make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own))
+    loss = make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own)
+    return replace(config, loss=loss)
 
 
 @contextmanager
 def _begin_run(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
+    """Call ``config.on_begin`` if epochs remain. With checkpoints, signals can stop the block."""
+
+    def begin() -> None:
+        if config.on_begin is not None and not is_over:
+            config.on_begin()
+
     # Once rank 0 reports that training starts, all ranks can be stopped.
     with nullcontext() if config.checkpoint_folder is None else session.stoppable():
-        run_on_all_ranks(session, (lambda: None) if is_over or not config.on_begin else config.on_begin)
+        run_on_all_ranks(session, begin)
         yield
 
 
 def _show_progress(
     run: TrainingRun, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
 ) -> AbstractContextManager[Advance]:
-    first, end = run.result.first_epoch, config.epochs
-    title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
-    done = len(loader) * first + run.first_step
-    total = len(loader) * end
+    """Return a progress bar over the remaining steps of the run."""
+    first_epoch = run.result.first_epoch
+    last_epoch = config.epochs - 1
+    title = f"training epochs {first_epoch} to {last_epoch}"
+    if first_epoch == last_epoch:
+        title = f"training epoch {first_epoch}"
+    first_step = len(loader) * first_epoch + run.first_step
+    num_steps = len(loader) * config.epochs
 
-    def figures(num_done: float, speed: float) -> dict[str, str]:
-        step = done + int(num_done)
-        return tracing.format_live_figures(step, total, len(loader), speed, run.result.epochs, session)
+    def format_figures(num_done: float, speed: float) -> dict[str, str]:
+        step = first_step + int(num_done)
+        return tracing.format_live_figures(step, num_steps, len(loader), speed, run.result.epochs, session)
 
-    return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
+    figures = format_figures if config.watch else None
+    return progress(title, num_steps - first_step, enabled=enabled, figures=figures)
 
 
 def _make_step(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
-    options = select_common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
-    task = config.own_task or NodeClassification(**options)
+    task = config.own_task
+    if task is None:
+        options = select_common_fields(config, NodeClassification)
+        task = NodeClassification(**{**options, "loss": config.loss or cross_entropy})
     sparse_optimizers = list_optimizers(sparse)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    rates += [sparse_optimizer.lr for sparse_optimizer in sparse_optimizers]
     return Step(
         model=model,
         optimizer=optimizer,
         task=task,
         sparse=sparse_optimizers,
-        rates=[
-            *(group["lr"] for group in optimizer.param_groups),
-            *(sparse_optimizer.lr for sparse_optimizer in sparse_optimizers),
-        ],
+        rates=rates,
         precision=config.precision or FLOAT32,
         accumulation=Accumulation(config.accumulate, current_session()),
         clip_norm=config.clip_norm,
@@ -225,15 +264,22 @@ def _make_step(
 
 
 def _make_objective(config: FitConfig, sparse: Sparse) -> Objective:
+    """Return what a trainer needs to know. A trainer is a strategy's own loop over epochs."""
+    loss = None
+    if config.own_task is None:
+        loss = config.loss or cross_entropy
+    rate_factor = None
+    if is_scheduled(config):
+        # A trainer's epoch is one step.
+        rate_factor = partial(compute_rate_factor, config, steps_of_epoch=1)
     additions = {"config.task": config.own_task, "config.inputs": config.inputs, "sparse": sparse}
     return Objective(
-        loss=(config.loss or cross_entropy) if config.own_task is None else None,
+        loss=loss,
         feature=config.feature,
         label=config.label,
         extra_terms=tuple(name for name, value in additions.items() if value is not None),
         clip_norm=config.clip_norm,
-        # A trainer's epoch is one step.
-        rate_factor=(lambda epoch: compute_rate_factor(config, epoch, 1)) if is_scheduled(config) else None,
+        rate_factor=rate_factor,
     )
 
 

@@ -43,27 +43,44 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     each other in them. Raises ConfigError if the settings differ between ranks.
     """
     names = {field.name for field in fields(RunOptions)} - {"trace", "tensorboard"}
-    shared = {name: getattr(config, name) for name in sorted(names)}
-    task = config.task if isinstance(config.task, str) else "own"
-    shared |= {"task": task, "checkpoints": checkpoints is not None}
-    check_equal(session, "the settings of training", shared)
-    launch, restarts = broadcast_json(read_launch(), session)
+    settings = {name: getattr(config, name) for name in sorted(names)}
+    settings["task"] = _name_task(config)
+    settings["checkpoints"] = checkpoints is not None
+    check_equal(session, "the settings of training", settings)
+
+    launch, num_restarts = broadcast_json(read_launch(), session)
     extra = None
     if checkpoints is not None:
         checkpoint.lock_folder(checkpoints)
-        extra = checkpoint.read_extra(checkpoints) if restarts or not config.overwrite else None
-    # A restart resumes from its own checkpoints. It only replaces those of earlier runs.
-    if extra is not None and not config.resume and (not config.overwrite or extra.get(LAUNCH) == launch):
-        config = replace(config, resume=True, overwrite=False, goes_on=True)
+        # A first start with ``overwrite`` replaces the checkpoints, so they need not be readable.
+        if num_restarts or not config.overwrite:
+            extra = checkpoint.read_extra(checkpoints)
+    if extra is not None and not config.resume:
+        # A restart resumes from checkpoints of its launch. It only replaces those of earlier runs.
+        is_same_launch = extra.get(LAUNCH) == launch
+        if is_same_launch or not config.overwrite:
+            config = replace(config, resume=True, overwrite=False, goes_on=True)
+
     if config.precision is not None:
         return config
-    is_half = config.resume and extra is not None and extra.get(PRECISION) == BF16
-    return replace(config, precision=BF16 if is_half else FLOAT32)
+    precision = FLOAT32
+    if config.resume and extra is not None and extra.get(PRECISION) == BF16:
+        precision = BF16
+    return replace(config, precision=precision)
+
+
+def _name_task(config: RunOptions) -> str:
+    """Return the name of the task. It is ``own`` for a function of the user."""
+    return config.task if isinstance(config.task, str) else "own"
 
 
 def check_same(extra: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
-    """Raise ConfigError unless ``extra`` of the checkpoints in ``where`` belongs to a run with ``facts``."""
-    if differences := find_differences(extra, facts):
+    """Raise ConfigError if the checkpoints in ``where`` belong to a run with other facts.
+
+    ``extra`` are the JSON values of the newest of these checkpoints.
+    """
+    differences = find_differences(extra, facts)
+    if differences:
         raise ConfigError(
             f"{where} has checkpoints of another configuration ({differences}). Choose another folder, or "
             "start over and delete them with --overwrite (in Python overwrite=True)."
@@ -71,11 +88,16 @@ def check_same(extra: Mapping[str, Any], facts: Mapping[str, object], where: obj
 
 
 def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
+    """Return a text with the facts that differ from ``extra`` of a checkpoint. It is empty if none do."""
+    current_facts = json.loads(json.dumps(facts))
     # Facts that an earlier version did not save are not compared.
-    now = json.loads(json.dumps(facts))
-    before = {**now, **saved.get(FACTS, {})}
-    names = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    return shorten_list((f"{name}: {before[name]} -> {now[name]}" for name in names), most=4)
+    saved_facts = {**current_facts, **saved.get(FACTS, {})}
+    changes = []
+    for name, value in current_facts.items():
+        # The texts of two NaN values are equal, but the values are not.
+        if json.dumps(saved_facts[name]) != json.dumps(value):
+            changes.append(f"{name}: {saved_facts[name]} -> {value}")
+    return shorten_list(changes, most=4)
 
 
 class Progress:
@@ -113,37 +135,45 @@ TRAINED_WITH = "strategy"
 def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the facts that a run must have in common with the run that it resumes, as JSON values."""
     session = g.session
-    shown = tracing.hide_credentials(session.options)
-    options = collect_shared_facts(session.strategy, shown, session.seed, curve=False)
-    groups = {
-        f"optimizer.{number}.{name}": _plain(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name != "params"
-    }
-    return {
+    safe_options = tracing.hide_credentials(session.options)
+    shared = collect_shared_facts(session.strategy, safe_options, session.seed, curve=False)
+    facts = {
         "dataset": g.dataset.manifest.checksum,
-        **{name: getattr(config, name) for name in ("feature", "label", "ntype")},
+        "feature": config.feature,
+        "label": config.label,
+        "ntype": config.ntype,
         **config.configuration,
-        **{name: options[name] for name in ("strategy", "options", "seed")},
+        "strategy": shared["strategy"],
+        "options": shared["options"],
+        "seed": shared["seed"],
         "precision": config.precision,
-        "task": config.task if isinstance(config.task, str) else "own",
+        "task": _name_task(config),
         **{name: getattr(config, name) for name in UPDATE_OPTIONS},
-        # With more epochs, a schedule has other rates from the first epoch on.
-        **({"epochs": config.epochs} if is_scheduled(config) else {}),
-        "optimizer": type(optimizer).__name__,
-        **groups,
     }
+    if is_scheduled(config):
+        # With more epochs, a schedule has other rates from the first epoch on.
+        facts["epochs"] = config.epochs
+
+    facts["optimizer"] = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                facts[f"optimizer.{number}.{name}"] = _to_json_value(value)
+    return facts
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
+    """Return a setting of an optimizer as JSON. Objects become their ``repr``."""
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
 def describe_strategy(session: Session) -> dict[str, object]:
-    # Later runs read the options. They are left out if they may have credentials or are not JSON.
+    """Return name, options and chosen cache of the strategy, which later runs read from a checkpoint.
+
+    The options are None if they may have credentials or are not JSON.
+    """
     options: dict[str, object] | None = dict(session.options)
     try:
         if json.loads(json.dumps(tracing.hide_credentials(session.options))) != options:
