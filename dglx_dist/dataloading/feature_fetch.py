@@ -334,9 +334,10 @@ class OnDemandColumns(dict[str, Any]):
             raise KeyError(name)  # The message of a wrapped model contains the remedy.
         if name not in self._warned_columns:
             self._warned_columns.add(name)
+            value: object = [name] if self._g.is_homogeneous else {type_name: [name]}
             warn_user(
                 f"the column {name!r} is fetched when the batch reads it, and training waits "
-                f"for it. Pass {option}=[{name!r}] (labels: prefetch_labels) to the sampler "
+                f"for it. Pass {option}={value} (labels: prefetch_labels) to the sampler "
                 "to prefetch it."
             )
         rows = columns[name][self._ids.data]

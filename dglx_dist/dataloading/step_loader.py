@@ -157,9 +157,9 @@ def read_items(
     """
     refuse_by_name(indices)
     ids_by_type = group_by_type(indices, counts, what)
-    for key, ids in ids_by_type.items():
+    for key, ids in ids_by_type.items() if is_distinct else ():
         distinct, uses = np.unique(ids, return_counts=True)
-        if is_distinct and len(distinct) != len(ids):
+        if len(distinct) != len(ids):
             raise ConfigError(
                 f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than "
                 f"once ({len(ids)} ids, {len(distinct)} distinct), but an epoch uses each "
@@ -264,7 +264,8 @@ class Schedule:
     @property
     def num_steps(self) -> int:
         """Number of steps of the rank with the most seeds. Its last batch may be smaller."""
-        return math.ceil(max(self.used) / self.batch_size)
+        # The negations round up.
+        return -(-max(self.used) // self.batch_size)
 
     def slice_seeds(self, step: int) -> slice:
         """Return the slice of this rank's seeds for ``step``. It may be empty."""
