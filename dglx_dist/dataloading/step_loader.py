@@ -139,6 +139,18 @@ def split_times(items: Mapping[K, Array]) -> tuple[dict[K, Array], dict[K, Array
     return ids, {key: array[1] for key, array in items.items() if array.ndim > 1}
 
 
+def _check_distinct(ids_by_type: Mapping[Any, Array], what: str) -> None:
+    """Raise ConfigError if an id of a type is repeated."""
+    for key, ids in ids_by_type.items():
+        distinct, uses = np.unique(ids, return_counts=True)
+        if len(distinct) != len(ids):
+            raise ConfigError(
+                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than "
+                f"once ({len(ids)} ids, {len(distinct)} distinct), but an epoch uses each "
+                f"{what} once. Pass torch.unique(indices)."
+            )
+
+
 def read_items(
     indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str, *, is_distinct: bool = True
 ) -> Items[K]:
@@ -157,14 +169,8 @@ def read_items(
     """
     refuse_by_name(indices)
     ids_by_type = group_by_type(indices, counts, what)
-    for key, ids in ids_by_type.items() if is_distinct else ():
-        distinct, uses = np.unique(ids, return_counts=True)
-        if len(distinct) != len(ids):
-            raise ConfigError(
-                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than "
-                f"once ({len(ids)} ids, {len(distinct)} distinct), but an epoch uses each "
-                f"{what} once. Pass torch.unique(indices)."
-            )
+    if is_distinct:
+        _check_distinct(ids_by_type, what)
 
     # Copy the ids, because the caller may modify its array while threads read.
     no_ids = np.empty(0, np.int64)
