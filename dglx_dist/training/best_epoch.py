@@ -58,10 +58,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
 
 
 class WeightFiles:
-    """The two files of weights of a run in ``folder``. None: there are no files.
-
-    Every rank calls the methods, and rank 0 writes.
-    """
+    """Two files of weights in ``folder``, if it is not None. Every rank calls the methods, rank 0 writes."""
 
     def __init__(self, folder: str | Path | None, model: nn.Module) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -89,10 +86,7 @@ class WeightFiles:
         run_on_all_ranks(current_session(), write)
 
     def complete(self, epoch: int, best_epoch: int | None) -> None:
-        """Write the current weights, those of ``epoch``, as the best ones if that file does not exist.
-
-        Without validation, no epoch has written it. After a resume, its folder may have been removed.
-        """
+        """Write the weights of ``epoch``, the current ones, as the best if validation has written none."""
         folder = self._folder
         if folder is None or broadcast_json((folder / BEST_WEIGHTS).is_file(), current_session()):
             return
@@ -153,12 +147,10 @@ class EarlyStopping:
             self.evaluations_since += 1
             return False
 
-        self.epoch = epoch
-        self.score = score
+        self.epoch, self.score = epoch, score
         # A score that is better by less than ``min_delta`` is the best, but does not prolong training.
         if was_nan or self._last is None or abs(score - self._last) >= self._min_delta:
-            self._last = score
-            self.evaluations_since = 0
+            self._last, self.evaluations_since = score, 0
         else:
             self.evaluations_since += 1
         return True

@@ -603,17 +603,8 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *(
-        "epochs",
-        "eval_every",
-        "patience",
-        "min_delta",
-        "metric",
-        "checkpoint_every",
-        "keep",
-        "resume",
-        "overwrite",
-    ),
+    *("epochs", "eval_every", "patience", "min_delta", "metric"),
+    *("checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),

@@ -149,10 +149,8 @@ def train(  # noqa: PLR0913 - all but four have defaults
 
     if run.is_stopped:
         raise run.make_stop_error()
-    scores = dict(run.result.metrics)
-    if TEST in run.result.accuracy:
-        scores["test_accuracy"] = run.result.accuracy[TEST]
-    warn_of_guesses(run.result.task, scores, g, str(config.ntype), config.label)
+    test = {"test_accuracy": run.result.accuracy[TEST]} if TEST in run.result.accuracy else {}
+    warn_of_guesses(run.result.task, run.result.metrics | test, g, str(config.ntype), config.label)
     return replace(run.result, account=account, traffic=tracing.list_traffic(run.sent, g.session))
 
 

@@ -132,11 +132,7 @@ Scheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
 SCHEDULER = "scheduler"
 """Name of the scheduler among the objects of a checkpoint."""
 
-
-PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
-    "precision": (None, FLOAT32),
-    "accumulate": (1,),
-}
+PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {"precision": (None, FLOAT32), "accumulate": (1,)}
 """Options that change a step, with the values that any strategy trains with."""
 
 

@@ -58,7 +58,6 @@ from dglx_dist.training.tasks import StepLoss, Task
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-
 log = logging.getLogger(__name__)
 
 
@@ -262,12 +261,9 @@ class TrainingRun:
             weights.load()
         else:
             self._writer.wait()
-            loaded = checkpoint.load(
-                self._checkpoint_path(epoch),
-                model=self._step.model,
-                sparse=self._step.sparse,
-                random_state=False,
-            )
+            path = self._checkpoint_path(epoch)
+            step = self._step
+            loaded = checkpoint.load(path, model=step.model, sparse=step.sparse, random_state=False)
             scores = Progress(loaded.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch

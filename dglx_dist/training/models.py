@@ -39,7 +39,6 @@ its input and the rows of other ranks (``keep``). The rest is recomputed, and ``
 exchange of rows.
 """
 
-
 _NORM = "symmetric_norm"
 
 
@@ -69,25 +68,35 @@ class SymmetricConv(SplittableConv):
         return {_NORM: target_factors[destination] * source_factors[source]}
 
     def _compute_norm_factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
-        # Factors of the norm: (num_sources,) for the first sources and (D1,) for the targets.
-        g, weight = self._graph, self.conv.weight
-        degrees = g.in_degrees(block.dstdata[dgl.NID]), g.out_degrees(block.srcdata[dgl.NID])
-        d_in, d_out = (to_device(degree.clamp(min=1), weight.device).to(weight) for degree in degrees)
-        return d_out[:num_sources].rsqrt(), d_in.sqrt() / block.in_degrees().clamp(min=1).to(d_in)
+        """Return factors of the norm: (num_sources,) for the first sources and (D1,) for the targets."""
+        weight = self.conv.weight
+        in_degrees = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1)
+        out_degrees = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1)
+        in_degrees = to_device(in_degrees, weight.device).to(weight)
+        out_degrees = to_device(out_degrees, weight.device).to(weight)
+
+        num_drawn = block.in_degrees().clamp(min=1).to(in_degrees)
+        return out_degrees[:num_sources].rsqrt(), in_degrees.sqrt() / num_drawn
 
     def forward(self, block: DGLBlock, x: Any, *edges: Tensor | None, **named: Tensor | None) -> Tensor:
         if self.run_parts is not None or edges or named:
             return super().forward(block, x, *edges, **named)
+
         # A strategy that exchanges sums passes only the rows of this rank.
         rows = self._read_sources(block, x)
         weight = self.conv.weight
         source_factors, target_factors = self._compute_norm_factors(block, len(rows))
         rows = rows * source_factors.to(rows).unsqueeze(-1)
+
         # The order depends on widths only, because all ranks must send the same number of columns.
         projects_first = weight.shape[0] > weight.shape[1]
-        total = sum_in_edges(block, rows @ weight if projects_first else rows)
+        if projects_first:
+            rows = rows @ weight
+        total = sum_in_edges(block, rows)
         total = total * target_factors.to(total).unsqueeze(-1)
-        return self.apply_nodes(block, (total if projects_first else total @ weight,))
+        if not projects_first:
+            total = total @ weight
+        return self.apply_nodes(block, (total,))
 
     def transform(self, inputs: StageInput) -> Tensor:
         return project_rows(inputs, inputs.x, self.conv.weight, after_sum=False)
@@ -143,8 +152,10 @@ class Layered(nn.Module, ABC):
 
     def inference_layers(self) -> list[InferenceLayer]:
         """Return one ``(block, h) -> h`` per layer, first layer first."""
-        *layers, last = (partial(self._layer, depth) for depth in range(self.num_layers))
-        return [*layers, last if self.target_scale is None else partial(self._rescale_result, last)]
+        layers: list[InferenceLayer] = [partial(self._layer, depth) for depth in range(self.num_layers)]
+        if self.target_scale is not None:
+            layers[-1] = partial(self._rescale_result, layers[-1])
+        return layers
 
     def _rescale_result(self, last: InferenceLayer, block: Any, h: Any) -> Any:
         """Call the last layer, and return its rows on the scale of the targets (rows * deviation + mean)."""
@@ -165,8 +176,9 @@ class Layered(nn.Module, ABC):
 
     def _weights(self, block: Any, rows: Tensor) -> dict[str, Tensor]:
         """Return the keyword argument with edge weights for DGL's layers, or {} without ``edge_weight``."""
-        name = self.edge_weight
-        return {} if name is None else {WEIGHTED: block.edata[name].to(rows).reshape(-1)}
+        if self.edge_weight is None:
+            return {}
+        return {WEIGHTED: block.edata[self.edge_weight].to(rows).reshape(-1)}
 
     @abstractmethod
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
@@ -209,15 +221,19 @@ class ResGCN(Layered):
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         if depth == 0:
             h = self.encoder(h)
-        residual = partial(self._residual, depth, block, _make_appender(block, keep=self.recompute == "keep"))
+        append_halo = _make_appender(block, keep=self.recompute == "keep")
+        residual = partial(self._residual, depth, block, append_halo)
         if self.recompute == "none" or not torch.is_grad_enabled():
             h = residual(h)
         else:
             h = checkpoint(residual, h, use_reentrant=False)
-        return self.decoder(self._activate(h, depth + 1)) if depth == self.num_layers - 1 else h
+        if depth == self.num_layers - 1:
+            return self.decoder(self._activate(h, depth + 1))
+        return h
 
-    def _residual(self, depth: int, block: Any, all_rows: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-        out = self.layers[depth](block, all_rows(self._activate(h, depth)), **self._weights(block, h))
+    def _residual(self, depth: int, block: Any, append_halo: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        rows = append_halo(self._activate(h, depth))
+        out = self.layers[depth](block, rows, **self._weights(block, h))
         return h[: block.num_dst_nodes()] + out
 
     def _activate(self, h: Tensor, depth: int) -> Tensor:
@@ -282,11 +298,15 @@ class Stack(Layered):
         # Norms follow the layers, because a norm before the first layer would be split with it.
         norm_widths = widths[1:-1] if norm == "layer" else ()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in norm_widths)
-        pairs = list(pairwise(widths))[1 : len(convs)] if residual else []
-        self.skips = nn.ModuleList(nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs)
+        self.skips = nn.ModuleList()
+        if residual:
+            for in_dim, out_dim in list(pairwise(widths))[1 : len(convs)]:
+                is_same = in_dim == out_dim
+                self.skips.append(nn.Identity() if is_same else nn.Linear(in_dim, out_dim, bias=False))
         self.head = None
         if jk != "none":
-            self.head = nn.Linear(sum(widths[1:-1]) if jk == "cat" else widths[-2], widths[-1])
+            head_width = sum(widths[1:-1]) if jk == "cat" else widths[-2]
+            self.head = nn.Linear(head_width, widths[-1])
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
         """Compute layer ``depth``, and its residual connection, norm, activation, dropout and head.
@@ -294,20 +314,33 @@ class Stack(Layered):
         With a head (jumping knowledge), each layer passes on a tuple with the rows of all layers so far.
         """
         inputs = h if isinstance(h, tuple) else (h,)
-        out = self.layers[depth](block, inputs[-1], **self._weights(block, inputs[-1]))
+        newest_input = inputs[-1]
+        out = self.layers[depth](block, newest_input, **self._weights(block, newest_input))
         num_dst = block.num_dst_nodes()
         is_last = depth == self.num_layers - 1
+        gives_scores = is_last and self.head is None
         if out.dim() == 3:
-            out = out.mean(1) if is_last and self.head is None else out.flatten(1)
+            # Attention has a row for each head.
+            out = out.mean(1) if gives_scores else out.flatten(1)
         if depth and self.skips:
-            out = out + self.skips[depth - 1](inputs[-1][:num_dst])
-        if is_last and self.head is None:
+            out = out + self.skips[depth - 1](newest_input[:num_dst])
+        if gives_scores:
             return out
-        out = self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
-        rows = (*(layer_rows[:num_dst] for layer_rows in inputs if depth), out)
-        if not is_last or self.head is None:
-            return out if self.head is None else rows
-        return self.head(torch.cat(rows, 1) if self._jk == "cat" else torch.stack(rows).amax(0))
+
+        if self.norms:
+            out = self.norms[depth](out)
+        out = self.dropout(self._activation(out))
+        if self.head is None:
+            return out
+
+        # The input of the first layer are features, which the head does not get.
+        earlier_rows = [rows[:num_dst] for rows in inputs] if depth else []
+        rows_of_layers = (*earlier_rows, out)
+        if not is_last:
+            return rows_of_layers
+        if self._jk == "cat":
+            return self.head(torch.cat(rows_of_layers, 1))
+        return self.head(torch.stack(rows_of_layers).amax(0))
 
 
 @final
@@ -333,11 +366,14 @@ class APPNP(Layered):
         self.teleport = teleport
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
-        initial_scores, h = h if depth else [self.encoder(h)] * 2
+        if depth == 0:
+            initial_scores = h = self.encoder(h)
+        else:
+            initial_scores, h = h
         initial_scores = initial_scores[: block.num_dst_nodes()]
-        h = (1 - self.teleport) * self.layers[depth](block, h, **self._weights(block, h))
-        h = h + self.teleport * initial_scores
-        return h if depth == self.num_layers - 1 else (initial_scores, h)
+        means = self.layers[depth](block, h, **self._weights(block, h))
+        scores = (1 - self.teleport) * means + self.teleport * initial_scores
+        return scores if depth == self.num_layers - 1 else (initial_scores, scores)
 
 
 class OwnRows(nn.Module):
@@ -388,7 +424,8 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
     active_options = [name for name, value in between.items() if value not in ("none", False)]
-    if unsupported := [name for name in active_options if not has_option(kind, name)]:
+    unsupported = [name for name in active_options if not has_option(kind, name)]
+    if unsupported:
         raise ConfigError(
             f"model {kind!r} takes no {' and no '.join(unsupported)}, because only {list_kinds('jk')} have "
             "norm, residual and jk. Remove these options."

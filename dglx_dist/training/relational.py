@@ -7,7 +7,7 @@ out_dim)}``. For a graph of one node type, input and output may be tensors.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -92,12 +92,13 @@ class EntityInputs:
         return rows[self._g.ntypes[0]] if self._as_tensor else rows
 
     def _tensors(self) -> dict[str, DistTensor]:
-        return {
-            ntype: self._embeddings[ntype].weight
-            if ntype in self._embeddings
-            else self._g.nodes[ntype].data[self.feature]
-            for ntype in self._g.ntypes
-        }
+        tensors = {}
+        for ntype in self._g.ntypes:
+            if ntype in self._embeddings:
+                tensors[ntype] = self._embeddings[ntype].weight
+            else:
+                tensors[ntype] = self._g.nodes[ntype].data[self.feature]
+        return tensors
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all embeddings."""
@@ -128,25 +129,32 @@ def _merge_types(
     Return the merged block, the (num_src,) int64 indices of the sources' node types, and the (E,) int64
     indices of the edges' types.
     """
+    # The merged sources are the destinations of all types, and then the other sources of all types.
     num_other = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
+    total_dst = sum(num_dst.values())
     first_dst = _accumulate_starts(num_dst, 0)
-    first_other = _accumulate_starts(num_other, sum(num_dst.values()))
+    first_other = _accumulate_starts(num_other, total_dst)
+
     sources = []
     destinations = []
     edge_types = []
     for index, (source, relation, destination) in enumerate(etypes):
         u, v = (ends.long() for ends in block.edges(etype=(source, relation, destination)))
-        is_dst = u < num_dst[source]
-        sources.append(torch.where(is_dst, u + first_dst[source], u - num_dst[source] + first_other[source]))
+        index_of_dst = u + first_dst[source]
+        index_of_other = u - num_dst[source] + first_other[source]
+        sources.append(torch.where(u < num_dst[source], index_of_dst, index_of_other))
         destinations.append(v + first_dst[destination])
         edge_types.append(torch.full_like(u, index))
-    counts = [*num_dst.values(), *num_other.values()]
-    total = sum(num_dst.values())
+    num_src = total_dst + sum(num_other.values())
     ends = torch.cat(destinations), torch.cat(sources)
-    merged = create_block("coo", *ends, num_src=sum(counts), num_dst=total)
+    merged = create_block("coo", *ends, num_src=num_src, num_dst=total_dst)
+
     # A tensor of counts is avoided, because copying it to a device would block.
-    types = (torch.full((count,), k % len(num_dst), device=block.device) for k, count in enumerate(counts))
-    return merged, torch.cat([*types]), torch.cat(edge_types)
+    node_types = []
+    for counts in (num_dst, num_other):
+        for index, count in enumerate(counts.values()):
+            node_types.append(torch.full((count,), index, device=block.device))
+    return merged, torch.cat(node_types), torch.cat(edge_types)
 
 
 def _split_by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
@@ -234,8 +242,9 @@ class RelationalModel(Layered):
 
     def project_rows(self, ntype: str, rows: Tensor) -> Tensor:
         """Return (n, hidden) rows of the input rows of one type."""
-        if make_module_name(ntype) in self.project:
-            return self.project[make_module_name(ntype)](rows)
+        name = make_module_name(ntype)
+        if name in self.project:
+            return self.project[name](rows)
         if rows.shape[1] != self.hidden:
             raise ConfigError(
                 f"rows of {ntype!r} have width {rows.shape[1]} and no projection. Use an embedding of width "
@@ -249,11 +258,13 @@ def _complete_sources(block: Any, h: Rows) -> Rows:
 
     Raises ConfigError if ``block`` has another number of sources.
     """
-    complete = getattr(block, "all_rows", None)
-    if complete is not None:
-        is_homogeneous = len(block.srctypes) == len(block.etypes) == 1
-        rows: Rows = {ntype: complete(x) for ntype, x in h.items()} if is_homogeneous else complete(h)
-        return rows
+    exchange_rows: Callable[[Any], Any] | None = getattr(block, "all_rows", None)
+    if exchange_rows is not None:
+        if len(block.srctypes) == len(block.etypes) == 1:
+            return {ntype: exchange_rows(x) for ntype, x in h.items()}
+        complete_rows: Rows = exchange_rows(h)
+        return complete_rows
+
     for ntype, x in h.items():
         if len(x) != block.num_src_nodes(ntype):
             raise ConfigError(
@@ -355,21 +366,29 @@ class RGCN(RelationalModel, SplitsTypes):
             linear = linears[make_module_name(ntype)]
             x = h[ntype][:count] if ntype in h else linear.weight.new_zeros(0, linear.in_features)
             product = linear(x) if bias else F.linear(x, linear.weight)
-            # Zeros have the dtype of products too, because autocast chooses it.
-            own_rows.append(product if ntype in h else product.new_zeros(count, linear.out_features))
+            if ntype not in h:
+                # Zeros have the dtype of products too, because autocast chooses it.
+                product = product.new_zeros(count, linear.out_features)
+            own_rows.append(product)
         rows = torch.cat(own_rows)
+
         ntypes = [ntype for ntype in self.ntypes if ntype in h]
         merged_edges = _merge_relations(block, ntypes, self.etypes, num_dst)
         if merged_edges is None:
             return rows
         merged, sizes, targets = merged_edges
-        weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
         means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in ntypes]))
-        parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
-        return rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
+
+        # Each relation maps the means over its edges.
+        weights = self.bases[depth]() if len(self.bases) else self.weights[depth]
+        means_by_relation = torch.split(means, list(sizes.values()))
+        products = []
+        for relation, relation_means in zip(sizes, means_by_relation, strict=True):
+            products.append(relation_means @ weights[relation])
+        return rows.index_add(0, targets, torch.cat(products))
 
     def finish_layer(self, depth: int, block: Any, h: Rows, rows: Tensor, num_dst: Mapping[str, int]) -> Rows:
-        """Apply what follows the sum of the relations."""
+        """Return sums by type, in inner layers after residual connection, norm, activation and dropout."""
         if depth == self.num_layers - 1:
             return _split_by_type(rows, num_dst)
         if self._residual and depth:
@@ -413,10 +432,10 @@ class RgcnStages(SplittableConv):
         self.own_types = tuple(ntype for ntype in model.ntypes if ntype not in self._cut_names)
         used_names = [name for name, _ in model.project.named_parameters("project")]
         used_names += [f"own.0.{names[ntype]}.weight" for ntype in model.list_result_types(0)]
-        used_names += [
-            name for name, _ in model.bases.named_parameters("bases") if name.startswith("bases.0.")
-        ]
-        used_names += ["weights.0"] * (not len(model.bases))
+        if len(model.bases):
+            used_names += [name for name, _ in model.bases[0].named_parameters("bases.0")]
+        else:
+            used_names.append("weights.0")
         self.shared = tuple(name for name in used_names if name not in self.cut)
 
     @property
@@ -479,18 +498,21 @@ def _merge_relations(
     targets = []
     sizes = {}
     for relation, etype in enumerate(etypes):
-        if etype[0] not in num_src or etype[2] not in num_dst or not block.num_edges(etype):
+        source, _, destination = etype
+        if source not in num_src or destination not in num_dst or not block.num_edges(etype):
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()
         pairs = _find_destinations(degree)
         sizes[relation] = len(pairs)
-        sources.append(indices + first_src[etype[0]])
+        sources.append(indices + first_src[source])
         degrees.append(degree[pairs])
-        targets.append(pairs + first_dst[etype[2]])
+        targets.append(pairs + first_dst[destination])
     if not sizes:
         return None
+
     all_sources = torch.cat(sources)
+    # The offsets of the merged edges begin with a 0.
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = create_block("csc", indptr, all_sources, num_src=sum(num_src.values()), num_dst=len(indptr) - 1)
     return merged, sizes, torch.cat(targets)
@@ -541,11 +563,14 @@ class HGT(RelationalModel):
         if depth == 0:
             h = {ntype: F.gelu(rows) for ntype, rows in h.items()}
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in self.ntypes}
-        heads = [h[ntype][:count] for ntype, count in num_dst.items()]
-        tails = [h[ntype][count:] for ntype, count in num_dst.items()]
+        dst_rows = [h[ntype][:count] for ntype, count in num_dst.items()]
+        other_rows = [h[ntype][count:] for ntype, count in num_dst.items()]
         merged, node_type, edge_type = _merge_types(block, num_dst, self.etypes)
         keys = make_type_keys(block.dstnodes, self.ntypes)
         if keys is not None:
             merged.dstdata[dgl.NID] = keys
-        rows = self.convs[depth](merged, torch.cat([*heads, *tails]), node_type, edge_type)
-        return _split_by_type(self.head(rows) if depth == self.num_layers - 1 else rows, num_dst)
+
+        rows = self.convs[depth](merged, torch.cat([*dst_rows, *other_rows]), node_type, edge_type)
+        if depth == self.num_layers - 1:
+            rows = self.head(rows)
+        return _split_by_type(rows, num_dst)

@@ -46,13 +46,17 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
     data = g.nodes[ntype].data
     if label not in data:
         return (CLASSIFICATION if requested == AUTO_TASK else requested), 0
+
     column = data[label]
     shape = tuple(column.shape[1:])
     is_real = column.dtype.is_floating_point
     width = math.prod(shape)
     is_row = len(shape) <= 1
-    is_binary = is_row and shape != () and (requested == MULTILABEL or not (is_real and width == 1))
-    is_binary = is_binary and requested in (AUTO_TASK, MULTILABEL) and _is_binary(column, g, ntype)
+    # A single column of real numbers is a regression by default, even if all of them are 0 or 1.
+    can_be_binary = len(shape) == 1 and not (is_real and width == 1)
+    if requested != AUTO_TASK:
+        can_be_binary = len(shape) == 1 and requested == MULTILABEL
+    is_binary = can_be_binary and _is_binary(column, g, ntype)
     fits = {
         CLASSIFICATION: shape == () and not is_real,
         MULTILABEL: is_binary,
@@ -106,9 +110,14 @@ def split_owned_rows(g: DistGraph, ntype: str) -> Iterator[slice]:
 
 
 def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
+    """Return whether all labels of all ranks are 0 or 1. Every rank must call this."""
+
     def count_other_values() -> int:
-        pieces = (column[rows] for rows in split_owned_rows(g, ntype))
-        return sum(int(((rows != 0) & (rows != 1)).sum()) for rows in pieces)
+        count = 0
+        for rows in split_owned_rows(g, ntype):
+            labels = column[rows]
+            count += int(((labels != 0) & (labels != 1)).sum())
+        return count
 
     count = torch.tensor([run_on_all_ranks(g.session, count_other_values)])
     return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
@@ -131,7 +140,9 @@ def choose_loss(task: str, weights: Tensor | None = None) -> LossFunction:
 
 def _squared_error(deviation: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
     error = scores - _match_scores(labels, scores)
-    return (error if deviation is None else error / deviation.to(error)).square().mean()
+    if deviation is not None:
+        error = error / deviation.to(error)
+    return error.square().mean()
 
 
 def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> None:
@@ -143,9 +154,11 @@ def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> 
 
 
 def _match_scores(labels: Tensor, scores: Tensor) -> Tensor:
+    """Return labels in the shape and dtype of the scores. ConfigError if the columns do not match."""
     _check_columns(labels, scores)
     # Autocast computes these losses in float32.
-    return labels.to(torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype).reshape(scores.shape)
+    dtype = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
+    return labels.to(dtype).reshape(scores.shape)
 
 
 def _binary_loss(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
@@ -154,7 +167,8 @@ def _binary_loss(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tens
 
 
 def _weighted_cross_entropy(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
-    return (F.cross_entropy(scores, labels, reduction="none") * weights.to(scores.device)[labels]).mean()
+    losses = F.cross_entropy(scores, labels, reduction="none")
+    return (losses * weights.to(scores.device)[labels]).mean()
 
 
 def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
@@ -176,9 +190,12 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
 
     labels = run_on_all_ranks(g.session, read, ConfigError)
     # The dataset knows the number of classes only for its own column of labels.
-    largest = int(gather_int64([int(labels.max()) if is_class and len(labels) else 0], g.session).max())
+    largest_here = int(labels.max()) if is_class and len(labels) else 0
+    largest = int(gather_int64([largest_here], g.session).max())
     classes = max(g.dataset.manifest.num_classes.get(ntype, 0), largest + 1)
     counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
+
+    # The number of rows of this rank is appended, so that one sum over the ranks is enough.
     counts = torch.cat([counts, torch.tensor([len(labels)])])
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
     ones = counts[:-1].float()
@@ -213,7 +230,9 @@ def to_predictions(task: str, scores: Tensor) -> Tensor:
     """Return predictions for (B, C) scores: (B,) int64 classes, (B, C) bool, or numbers."""
     if task == CLASSIFICATION:
         return scores.argmax(1)
-    return scores > 0 if task == MULTILABEL else scores.squeeze(1) if scores.dim() == 2 else scores
+    if task == MULTILABEL:
+        return scores > 0
+    return scores.squeeze(1) if scores.dim() == 2 else scores
 
 
 def measure(
@@ -283,7 +302,8 @@ def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype:
         reason = "the standard deviation of the labels. Train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
         value = values[f"test_{name}"]
-        degree = "hardly" if (value < guess if name in LESS_IS_BETTER else value > guess) else "not"
+        is_better = value < guess if name in LESS_IS_BETTER else value > guess
+        degree = "hardly" if is_better else "not"
         log.warning("the test %s of %.4g is %s better than %.4g, %s", name, value, degree, guess, reason)
 
 
@@ -295,7 +315,8 @@ def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
 
 def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
     """Return the share of the largest class among test targets, -1 without classes. All ranks call this."""
-    if not (classes := g.dataset.manifest.num_classes.get(ntype, 0)):
+    classes = g.dataset.manifest.num_classes.get(ntype, 0)
+    if classes == 0:
         return -1.0
     labels = _read_labels(g, ntype, label, SPLITS[2])
     counts = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
@@ -333,14 +354,18 @@ class NodeClassification:
     """Input rows by node type. None: ``feature`` of the only type."""
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        blocks = batch[2]
-        scores = model(blocks, gather_input_rows(model, blocks[0], self.feature, self.inputs))
+        _, _, blocks = batch
+        input_rows = gather_input_rows(model, blocks[0], self.feature, self.inputs)
+        scores = model(blocks, input_rows)
+        ntype = self.ntype or blocks[-1].dsttypes[0]
         if isinstance(scores, dict):
-            scores = scores[self.ntype or blocks[-1].dsttypes[0]]
-        labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        is_class = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
-        correct = (scores.detach().argmax(1) == labels).sum() if is_class else 0
-        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
+            scores = scores[ntype]
+        labels = blocks[-1].dstnodes[ntype].data[self.label]
+
+        num_correct: Tensor | int = 0
+        if len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point:
+            num_correct = (scores.detach().argmax(1) == labels).sum()
+        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=num_correct)
 
 
 @final
