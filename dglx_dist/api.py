@@ -69,7 +69,7 @@ from dglx_dist.training.loop import TrainingLoader
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
-from dglx_dist.training.tasks import check_inputs, read_task
+from dglx_dist.training.tasks import check_inputs, read_task, training_nodes
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
@@ -860,11 +860,6 @@ def _check_auto(config: FitConfig, g: DistGraph) -> None:
                 f"strategy 'auto' supports node classification by {FEATURE!r}, but not config.{name}. Name a "
                 "strategy in dx.init."
             )
-
-
-def training_nodes(g: DistGraph, ntype: str) -> Tensor:
-    """Return this rank's share of the ``train_mask`` of one type."""
-    return node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
 
 
 def _open_node_loader(

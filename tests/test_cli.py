@@ -19,7 +19,10 @@ import psutil
 import pytest
 
 from dglx_dist.cli import main
+from dglx_dist.cli.partition import draw_splits
 from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import RawGraph
 from tests.data.raw_graphs import write
 from tests.data.storage.graphs import put_value
 from tests.helpers.commands import dglx
@@ -280,9 +283,30 @@ def test_partition_draws_the_split_of_labelled_nodes(tmp_path: Path) -> None:
     assert masks[0].sum(1).tolist() == [40, 20, 20]
     assert masks[0].sum(0).max() == 1
     assert (masks[0] == masks[1]).all()
-    assert "no such labels" in read_refusal(
+    assert "but the data has test_mask, train_mask, val_mask. Leave --split out" in read_refusal(
         "partition", "synthetic:nodes=200,degree=3", *arguments[2:], "--split", "0.8,0.1,0.1", "--overwrite"
     )
+
+
+@pytest.mark.parametrize(
+    ("column", "shares", "message"),
+    [
+        ("label", "0.001,0,0", "--split 0.001,0.0,0.0 selects no training node of 3 labelled nodes"),
+        ("label", "0,0.5,0.5", "selects no training node of 3 labelled nodes of type '_N'"),
+        ("label,unlabelled", "0.8,0.1,0.1", "selects no training node of 0 labelled nodes"),
+        ("label,train_mask", "0.8,0.1,0.1", "but the data has train_mask. Leave --split out"),
+        ("year", "0.8,0.1,0.1", "but the data has no labels (column 'label')"),
+    ],
+)
+def test_refuses_to_draw_a_split_without_training_nodes(column: str, shares: str, message: str) -> None:
+    name, _, state = column.partition(",")
+    labels = np.full(3, -1) if state == "unlabelled" else np.arange(3)
+    columns = {name: labels} | ({state: np.ones(3, bool)} if state == "train_mask" else {})
+    graph = RawGraph(
+        name="g", num_nodes={"_N": 3}, edges={}, node_data={"_N": columns}, edge_data={}, num_classes={}
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        draw_splits(graph, [float(share) for share in shares.split(",")], seed=0)
 
 
 def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:

@@ -145,19 +145,34 @@ def check_shares(shares: Sequence[float], memory: object) -> None:
 def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph:
     """Return ``graph`` with random masks of the labelled nodes of each type that has labels and no split.
 
-    Raises ConfigError if there is no such type.
+    Raises ConfigError if there is no such type, or if a type gets no training node.
     """
     from dglx_dist.data.ingest.tensors import draw_split_codes
 
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
-    without_split = [c for c in node_data.values() if LABEL in c and not c.keys() & {*SPLITS}]
+    labelled = {ntype: columns for ntype, columns in node_data.items() if LABEL in columns}
+    without_split = {n: columns for n, columns in labelled.items() if not columns.keys() & {*SPLITS}}
+    if not labelled:
+        raise ConfigError(
+            f"--split draws a split of labelled nodes, but the data has no labels (column {LABEL!r}). Add or "
+            "rename a column, or leave --split out."
+        )
     if not without_split:
-        raise ConfigError("--split draws a split of labels without one, but the data has no such labels")
-    for columns in without_split:
+        masks = sorted({name for columns in labelled.values() for name in columns.keys() & {*SPLITS}})
+        raise ConfigError(
+            f"--split draws a split of labels without one, but the data has {', '.join(masks)}. Leave "
+            "--split out to use them, or remove them (column 'split' in tables) to draw another split."
+        )
+    for ntype, columns in without_split.items():
         labels = np.asarray(columns[LABEL])
         labels = labels.reshape(len(labels), -1)
         has_label: Array = np.all(np.isfinite(labels) if labels.dtype.kind == "f" else labels >= 0, axis=1)
         (codes,) = draw_split_codes([has_label], int(has_label.sum()), shares, seed)
+        if not (codes == 0).any():
+            raise ConfigError(
+                f"--split {','.join(map(str, shares))} selects no training node of {int(has_label.sum())} "
+                f"labelled nodes of type {ntype!r}. Give the first share a larger value, or label more nodes."
+            )
         columns |= {name: codes == code for code, name in enumerate(SPLITS)}
     return replace(graph, node_data=node_data)
 

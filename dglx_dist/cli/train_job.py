@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import dglx_dist
-from dglx_dist.api import fit, init, training_nodes
+from dglx_dist.api import fit, init
 from dglx_dist.cli.common import list_possible_labels, suggest_training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
@@ -74,7 +74,13 @@ from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS, WEIGHTED, li
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
-from dglx_dist.training.tasks import LinkPrediction, read_task, to_predictions, to_probabilities
+from dglx_dist.training.tasks import (
+    LinkPrediction,
+    read_task,
+    to_predictions,
+    to_probabilities,
+    training_nodes,
+)
 from dglx_dist.training.temporal import TemporalLinks
 from dglx_dist.training.tracing import check_trace, hide_credentials
 
@@ -485,6 +491,8 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
             + "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
             "val_mask and test_mask to the .npz, and partition again."
         )
+    # This comes before `auto` compares strategies, and refuses a mask without nodes.
+    training_nodes(g, ntype)
     _check_inputs(plan, g)
     return ntype
 

@@ -18,6 +18,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.edge_loader import merge_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel, find_float_parameter
 from dglx_dist.training import metrics
@@ -305,6 +306,20 @@ def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype:
         is_better = value < guess if name in LESS_IS_BETTER else value > guess
         degree = "hardly" if is_better else "not"
         log.warning("the test %s of %.4g is %s better than %.4g, %s", name, value, degree, guess, reason)
+
+
+def training_nodes(g: DistGraph, ntype: str) -> Tensor:
+    """Return this rank's share of the ``train_mask`` of one type. Every rank must call this.
+
+    Raises ConfigError on all ranks if the mask marks no node.
+    """
+    nodes = node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
+    if not gather_int64([len(nodes)], g.session).any():
+        raise ConfigError(
+            f"train_mask of {g.dataset.folder} marks no node of type {ntype!r}, so there is nothing to train "
+            "on. Partition again with training nodes, for instance with --split 0.8,0.1,0.1."
+        )
+    return nodes
 
 
 def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:

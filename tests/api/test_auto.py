@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -267,3 +268,22 @@ def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
         with pytest.raises(ConfigError, match=said):
             resolve(torch.nn.Linear(1, 1), g, Training(), tmp_path)
         g.close()
+
+
+def test_refuses_a_train_mask_without_nodes_before_a_file_is_written(tmp_path: Path) -> None:
+    raw = replace(two_triangles(), num_classes={NODE_TYPE: 2})
+    raw.node_data[NODE_TYPE]["label"] = np.arange(6) % 2
+    raw.node_data[NODE_TYPE]["train_mask"][:] = False
+    partition_to_disk(raw, tmp_path / "none", PartitionPlan(num_parts=2, method="contiguous"))
+    model = build_model("gcn", 2, 4, 2)
+    config = FitConfig(epochs=1, checkpoint_folder=tmp_path / "saved", weights_folder=tmp_path / "weights")
+    with init("data_parallel") as session:
+        g = DistGraph(tmp_path / "none", session=session)
+        with pytest.raises(ConfigError, match=r"train_mask of .* marks no node of type '_N'"):
+            fit(model, g, config=config)
+    run = TrainConfig(data=str(tmp_path / "none"), out=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"train_mask of .* marks no node of type '_N'"):
+        train_dataset(run)
+    # Only the locks of the checkpoints remain.
+    files = {path.name for path in tmp_path.rglob("*") if path.is_file() and "none" not in path.parts}
+    assert files <= {".saved.lock", ".checkpoints.lock"}
