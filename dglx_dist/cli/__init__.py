@@ -32,10 +32,12 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     positional = sys.argv[end:]
     debug = "--debug" in own
     arguments = [argument for argument in own if argument not in ("--debug", LAUNCHER, LAUNCHED)] + positional
+
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, TextIOWrapper):
             # File names may contain characters that the locale cannot show.
             stream.reconfigure(errors="backslashreplace")
+
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
     try:

@@ -110,10 +110,12 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
                     parse = option.parse
                     flag = find_flag(config, field.name)
                     parsed[field.name] = value if parse is None else parse(value, flag)
+
             if "given" in hints:
                 sources = {name: context.get_parameter_source(name) for name in values}
                 names = (name for name, source in sources.items() if source and source.name == "COMMANDLINE")
                 parsed["given"] = frozenset(names)
+
             run(config(**parsed))
 
         hints = get_type_hints(config)
@@ -165,6 +167,7 @@ def suggest_training_command(
     else:
         options = " --task link" + (" --model none --embeddings 64" if rows or is_several else "")
         options += f" --target {shlex.quote(targets[0])}" if min(len(node_columns), len(targets)) > 1 else ""
+
     return f"dglx train {shlex.quote(str(folder))}{options}"
 
 
@@ -178,6 +181,7 @@ def redirect_libraries_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
+
     try:
         yield
     finally:

@@ -63,11 +63,13 @@ def doctor(config: DoctorConfig) -> None:
     diagnosis = Diagnosis()
     for check in (_check_versions, _check_machine, _check_network, _check_torch, _check_dgl):
         check(diagnosis)
+
     if config.as_json:
         findings = {"problems": diagnosis.problems, "advice": diagnosis.advice}
         write(json.dumps({**diagnosis.facts, **findings}))
     else:
         _show(diagnosis)
+
     if diagnosis.problems:
         raise typer.Exit(2)
 
@@ -95,6 +97,7 @@ def _show(diagnosis: Diagnosis) -> None:
         width = max(map(len, facts))
         for name, value in facts.items():
             console.print(f"  {name:{width}}  {_format(name, value)}")
+
     for problem in diagnosis.problems:
         console.print(f"problem: {problem}", style="red")
     for advice in diagnosis.advice:
@@ -144,6 +147,7 @@ def _check_machine(diagnosis: Diagnosis) -> None:
                 f"{_SHARED_MEMORY}, which ranks use for embeddings, has {format_bytes(shared.free)} "
                 "free. Raise it (in a container: --shm-size), or set DGLX_SCRATCH to a folder on a disk."
             )
+
     if hard != resource.RLIM_INFINITY and hard < _LEAST_FILES:
         diagnosis.advice.append(f"A process may open {hard} files. Raise `ulimit -Hn` to {_LEAST_FILES}.")
     diagnosis.facts["machine"] = facts
@@ -155,6 +159,7 @@ def _check_network(diagnosis: Diagnosis) -> None:
         from dglx_dist.comm.topology import copy_environment
     except _BROKEN:  # They import torch, and the check of torch reports that.
         return
+
     name = copy_environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     facts: dict[str, Any] = dict.fromkeys(("interface", "address", "mbit_per_s"))
     try:
@@ -172,6 +177,7 @@ def _check_network(diagnosis: Diagnosis) -> None:
         speed = rendezvous.read_link_speed(address)
         facts |= {"interface": name or next(found, None), "address": address}
         facts["mbit_per_s"] = None if speed is None else round(speed * 8 / 1e6)
+
     diagnosis.facts["network"] = facts
 
 
@@ -209,6 +215,7 @@ def _check_dgl(diagnosis: Diagnosis) -> None:
             remedy = f"Run `{'pip install dgl' if is_official else 'dglx doctor --install-dgl'}`."
         diagnosis.problems.append(f"DGL cannot be used: {error}. {remedy}")
         return
+
     diagnosis.facts["dgl"] = {
         "folder": str(Path(dgl.__file__).parent),
         "calls": dgl_wheel.describe_calls(),

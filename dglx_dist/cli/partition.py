@@ -52,10 +52,12 @@ def ingest(config: IngestCommand) -> None:
             f"{done.manifest.num_nodes(ntype)} nodes {ntype!r}, ids: {kind}; "
             f"{', '.join(columns) or 'no tensors'}"
         )
+
     for etype, columns in done.manifest.edge_columns.items():
         write(
             f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {', '.join(columns) or 'no tensors'}"
         )
+
     write(f"peak memory {done.peak_bytes / 10**6:.0f} MB of {config.memory}")
     if config.output_description is not None:
         write_description(done, config.output_description)
@@ -125,6 +127,7 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
                 f"format is {self.format!r}, but must be 'dglx' or 'dgl', or for a text file of edges one of "
                 f"{', '.join(LINE_FORMATS)}"
             )
+
         object.__setattr__(self, "source_options", {**self.source_options, **added})
         if self.split is not None:
             check_shares(self.split, self.memory)
@@ -152,17 +155,20 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     labelled = {ntype: columns for ntype, columns in node_data.items() if LABEL in columns}
     without_split = {n: columns for n, columns in labelled.items() if not columns.keys() & {*SPLITS}}
+
     if not labelled:
         raise ConfigError(
             f"--split draws a split of labelled nodes, but the data has no labels (column {LABEL!r}). Add or "
             "rename a column, or leave --split out."
         )
+
     if not without_split:
         masks = sorted({name for columns in labelled.values() for name in columns.keys() & {*SPLITS}})
         raise ConfigError(
             f"--split draws a split of labels without one, but the data has {', '.join(masks)}. Leave "
             "--split out to use them, or remove them (column 'split' in tables) to draw another split."
         )
+
     for ntype, columns in without_split.items():
         labels = np.asarray(columns[LABEL])
         labels = labels.reshape(len(labels), -1)
@@ -173,7 +179,9 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
                 f"--split {','.join(map(str, shares))} selects no training node of {int(has_label.sum())} "
                 f"labelled nodes of type {ntype!r}. Give the first share a larger value, or label more nodes."
             )
+
         columns |= {name: codes == code for code, name in enumerate(SPLITS)}
+
     return replace(graph, node_data=node_data)
 
 
@@ -189,6 +197,7 @@ def check_time(graph: RawGraph, time: str) -> None:
             f"--time {time}: no edge type has this column (known: {', '.join(known) or 'none'}). Name "
             "another column, or leave --time out."
         )
+
     for etype, column in columns.items():
         find_time_dtype(column.dtype.name, column.shape[1:], f"the column {time!r} of {etype}")
 
@@ -207,6 +216,7 @@ def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
         raise ConfigError(
             "several ranks partition files under a memory limit. Add --memory SIZE, or start one process."
         )
+
     # These modules import torch, which a single process does not need.
     from dglx_dist.comm.collectives import SessionRanks
     from dglx_dist.comm.session import start_session
@@ -283,6 +293,7 @@ def _partition(config: PartitionCommand) -> None:
     plan = PartitionPlan(**select_common_fields(config, PartitionPlan) | {"options": options})
     out, trainers = config.out, plan.trainers_per_part
     check_target(out, plan.overwrite)
+
     # This comes first, so that a wrong name fails before minutes of loading.
     method = plan.partitioner
     with _join_ranks(config) as ranks:
@@ -303,6 +314,7 @@ def _partition(config: PartitionCommand) -> None:
             node_columns = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
             _note_missing_columns(graph, node_columns, tell)
             quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
+
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
         f"replication factor {quality.replication_factor:.2f}; "

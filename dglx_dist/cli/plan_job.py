@@ -74,6 +74,7 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(min(max(int(cluster.cores), 1), cores))
+
     try:
         with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
             cluster = _with_gpus(plan, cluster, session.device)
@@ -82,6 +83,7 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts
             g.close()
     finally:
         torch.set_num_threads(threads)
+
     return result
 
 
@@ -93,6 +95,7 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
                 "on a machine with a GPU."
             )
         return cluster
+
     limit = plan.device_memory_bytes
     if limit is not None:
         return replace(cluster, device_memory_bytes=limit)
@@ -113,11 +116,13 @@ def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module,
         options |= {"layers": plan.layers, "out_types": [ntype]}
         relational = kind.build(g, widths, plan.hidden, classes, **options)
         return relational, describe_relational(relational, features, classes, kind=plan.model)
+
     if not g.is_homogeneous:
         raise ConfigError(
             f"{plan.data} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
             f"{plan.model} supports one of each. Use --model {' or '.join(RELATIONAL_KINDS)}."
         )
+
     width = g.ndata[FEATURE].shape[1]
     sizes = (width, plan.hidden, classes, plan.layers)
     module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
@@ -156,6 +161,7 @@ def _measure_on(
             "compute seconds are too long and differ between plans; plan again on an idle machine"
         )
         counts = replace(counts, assumptions=(*counts.assumptions, warning))
+
     return counts, predictions
 
 

@@ -177,6 +177,7 @@ def _show_border(dataset: StoredDataset, servers: int) -> None:
         text += f"; by node type: {types}" if len(by_type) > 1 else ""
     else:
         text = f"were not counted, because {num_edges} cut edges do not fit in memory"
+
     write(f"rows between servers {text}")
 
 
@@ -224,11 +225,13 @@ def report(
         return
     if batches is not None:
         raise ConfigError(f"--batches {batches} is for a trace, but {folder} is not one. Pass a trace file.")
+
     if html is not None:
         from dglx_dist.report.page import check_page
 
         check_picture(html, "--html", "page.html")
         check_page(html)
+
     from dglx_dist.report.pictures import draw
     from dglx_dist.report.run_folder import PICTURE, read_run, read_spread
     from dglx_dist.report.tables import (
@@ -243,6 +246,7 @@ def report(
         with _explain_damage(path):
             if (seeds := read_spread(path)) is not None:
                 spreads[path] = seeds
+
     runs = _report_runs(folders, spreads, html) if more or html is not None else []
     if more:
         return
@@ -275,6 +279,7 @@ def _report_runs(folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, An
                 means[f"{folder}: mean ± std"] = spread_cells(spreads[folder])
             else:
                 places.append(folder)
+
     names = [place.resolve().name for place in places]
     runs: dict[str, Run] = {}
     summaries = dict[str, Mapping[str, object]]()
@@ -285,6 +290,7 @@ def _report_runs(folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, An
             summaries[title] = run.summary or summarise({}, run.epochs)
             # Each run is tried alone, so that the message names the damaged one.
             _ = build_runs_table({title: summaries[title]}) if html is None else render_page({title: run}, "")
+
     if len(runs) > 1:
         show(build_runs_table(summaries))
     if html is not None:

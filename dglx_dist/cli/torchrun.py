@@ -84,10 +84,12 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch does not annotate this
     ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node)) if _can_fork(parsed) else []
     gc.enable()
+
     if ranks is None:
         # A rank leaves this function at once. The following code is for the launcher.
         sys.argv[1:] = parsed.training_script_args
         return None
+
     waiting = dict(enumerate(ranks))
     signals, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]  # the agent imports this name
 
@@ -120,6 +122,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
             return get_exit_code(failure)
         say(describe(rank, failure), "red")
         return get_exit_code(failure)
+
     return 0
 
 
@@ -127,9 +130,11 @@ def _can_fork(parsed: argparse.Namespace) -> bool:
     """Return whether the ranks run ``dglx train`` with this Python and this process's output on CPUs."""
     words = (word for word in parsed.training_script_args if not word.startswith("-"))
     is_train = parsed.module and parsed.training_script == "dglx_dist.cli" and next(words, "") == "train"
+
     # Some of these options do not exist in every version of torch.
     names = "no_python", "run_path", "local_ranks_filter", "numa_binding", "logs_specs"
     plain = not any(getattr(parsed, name, None) for name in names) and parsed.redirects == parsed.tee == "0"
+
     # GPU drivers do not survive a fork, and asking torch for GPUs would load them.
     devices = "nvidiactl", "kfd", "dxg"
     has_gpus = is_built_for_gpus() and any(Path("/dev", name).exists() for name in devices)
@@ -149,6 +154,7 @@ def _fork(count: int) -> list[_ForkedRank] | None:
     load_kernels(say)
     sys.stdout.flush()
     sys.stderr.flush()
+
     # The garbage collector of a rank then does not touch these objects, so their pages are not copied.
     gc.freeze()
     ranks: list[_ForkedRank] = []
@@ -157,6 +163,7 @@ def _fork(count: int) -> list[_ForkedRank] | None:
         if rank.pid == 0:
             return None
         ranks.append(rank)
+
     return ranks
 
 
@@ -176,12 +183,15 @@ class _ForkedRank:
             self.proc = self
             self._process = psutil.Process(self.pid)
             return
+
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{local_rank}".encode())
+
         # A pipe ends when nobody can write to it. So a rank closes the write ends that it has inherited.
         for write_end in (self._pipe, *(rank._pipe for rank in earlier_ranks)):
             os.close(write_end)
         _wait_for_rank_variables(read_end)
+
         # The output of a rank is usually a file or pipe, which Python would buffer in blocks.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: stdout is any TextIO
 
@@ -239,6 +249,7 @@ def _use_one_address(parsed: argparse.Namespace) -> None:
         parsed.node_rank = 0
         parsed.rdzv_backend = "static"
         parsed.rdzv_endpoint = "127.0.0.1:0"
+
     if parsed.rdzv_backend != "static":
         return
     parsed.rdzv_backend = _BACKEND
@@ -307,6 +318,7 @@ def describe(rank: int, failure: ProcessFailure) -> str:
             f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. SIGKILL often "
             "means that the machine ran out of memory. Use fewer ranks or a smaller --batch-size or --fanout."
         )
+
     return f"{process} ended with exit code {failure.exitcode}; see its output above"
 
 

@@ -58,6 +58,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         # A shell starts background commands with SIGINT ignored. It must stay ignored then.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, pass_on)
+
     code = process.wait()
     # The signal ends a launcher that has not installed its handler yet.
     code = 128 - code if -code in received else code
@@ -67,10 +68,12 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
             f"{name}; the ranks have ended. The same command resumes from the newest checkpoint, if any",
             "red",
         )
+
     if code < 0:
         name = signal.Signals(-code).name
         say(f"the launcher of the ranks was ended by {name}. The ranks end with it.", "red")
         return 128 - code
+
     return code
 
 
@@ -115,6 +118,7 @@ def train(config: TrainConfig) -> None:
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers. Set their number with --ranks.")
+
     from dglx_dist.cli.train_job import train_dataset, train_seeds
 
     trained = train_seeds(config) if config.seeds else train_dataset(config)
@@ -131,6 +135,7 @@ def train(config: TrainConfig) -> None:
             again = f"dglx report {config.out}, for one seed: {config.out}/seed-{config.seeds[0]}"
             write(f"written to {config.out}{written}; again: {again}; {weights}")
             return
+
         show(partial(build_epoch_table, trained.epochs))
         show(build_summary_table(trained.summary))
         write(f"written to {config.out}{written}; again: dglx report {config.out}; {weights}")
@@ -170,17 +175,20 @@ def check_before_launch(config: TrainConfig) -> None:
     is_auto = strategy == AUTO
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
+
     if config.task == LINK and not STRATEGIES.get(strategy).traits.on_edges:
         alternatives = [name for name in STRATEGIES.names() if STRATEGIES.get(name).traits.on_edges]
         raise ConfigError(
             f"--task link needs batches of edges, but strategy {strategy!r} has none. Use "
             f"--strategy {' or '.join(alternatives)}."
         )
+
     if config.embeddings and not is_auto and STRATEGIES.get(strategy).traits.features != "rows":
         raise ConfigError(
             f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch them. Use "
             "--strategy data_parallel."
         )
+
     if not is_auto:
         check_loop(config, STRATEGIES.get(strategy).traits, strategy)
     check_request(config.device, read_settings().device)

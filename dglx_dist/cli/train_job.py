@@ -138,10 +138,12 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
             module = run_on_all_ranks(g.session, partial(_load_own_model, plan, arguments), ConfigError)
             check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
             return module, inputs, sparse
+
         own: dict[str, Any] = {"teleport": plan.teleport, "recompute": plan.recompute, **plan.between}
         model: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **own)
         model.edge_weight = plan.edge_weight
         return model, inputs, sparse
+
     assert inputs is not None
     widths = inputs.feature_widths
     if plan.embeddings not in (None, plan.hidden):
@@ -174,10 +176,12 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
             block.edata[plan.edge_weight] = torch.ones(
                 block.num_edges(), *column.shape[1:], dtype=column.dtype
             )
+
         with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
             out = model(
                 blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=find_float_parameter(model).dtype)
             )
+
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (2, arguments["classes"]):
             raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
@@ -190,12 +194,14 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
             f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
             f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/own_model.md)."
         ) from error
+
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):
         raise ConfigError(
             f"{plan.model} has no inference_layers() (dglx_dist.training.models), but --predictions, "
             "--save-embeddings and --task link need it. Add it, or leave these options out."
         )
+
     return model
 
 
@@ -211,6 +217,7 @@ def _build_inputs(
             width = plan.embeddings or plan.hidden
             options: dict[str, Any] = {"part_policy": policy, "graph": g, "scale": scale}
             embeddings[name] = DistEmbedding(count, width, f"{name}-rows", **options)
+
     is_relational = plan.model in RELATIONAL_KINDS or plan.model == NO_ENCODER
     if not is_relational and not embeddings:
         return None, None
@@ -260,6 +267,7 @@ def _write_outputs(
                 edges = target.test_edges(wrapped, rows)
                 write_edges(edges, g, plan.predictions, scores=plan.scores, overwrite=True)
         return
+
     assert isinstance(target, str), "links over time have no outputs"
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have this method
@@ -291,6 +299,7 @@ def _write_outputs(
         columns: dict[str, Any] = {"more": {SCORES: tensors[1]}} if name == PREDICTION and tensors[1:] else {}
         if name == PREDICTION and plan.task == CLASSIFICATION:
             columns["classes"] = g.dataset.manifest.class_names.get(target, ())
+
         # If a layer passes on a tuple of rows, the last ones are its own.
         own = tensors[-1 if name == EMBEDDING else 0]
         write_embeddings(rows if several else own, g, folder, name=name, overwrite=True, **columns)
@@ -340,16 +349,19 @@ def train_dataset(plan: TrainConfig) -> Trained:
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
         epochs = (*(e for e in before or () if e.epoch < result.first_epoch), *result.epochs)
+
         # Without patience the figures belong to the last epoch.
         costs = collect_facts(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
         summary = summarise(costs, epochs) | {"traffic": result.traffic} | notes
         if choice is not None:
             choice["outcome"] = asdict(build_outcome(choice["epoch"], epochs, costs))
             summary[AUTO] = summarize_plan(choice)
+
         if result.account:
             account = {name: value for name, value in result.account.items() if name != "text"}
             # A resumed run has no account of its earlier epochs.
             summary["account"] = {"epochs": len(result.epochs), **account}
+
         if writes and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, format_run_title(summary, config))
@@ -369,6 +381,7 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
         task, width = read_task(g, ntype, LABEL, plan.task)
         plan = replace(plan, task=task, metric=list_metrics(task, plan.metric))
         return plan, ntype, build(plan, g, ntype, width or g.num_classes(ntype)), {}
+
     if plan.model != NO_ENCODER:
         _check_inputs(plan, g)
     targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
@@ -377,12 +390,14 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     if plan.time is not None:
         return _prepare_temporal(plan, g, targets)
     is_new_split = split_edges(g, targets)
+
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         raise ConfigError(
             f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has none of "
             f"{', '.join(relation for _, relation, _ in targets[:3])}. Mark some with test_mask, name others "
             "with --target, or leave --predictions out."
         )
+
     notes: dict[str, object] = {
         "task": LINK,
         "target": ",".join(relation for _, relation, _ in targets),
@@ -421,6 +436,7 @@ def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
         names = ", ".join(relation for _, relation, _ in target.targets[:3])
         names = names if len(target.targets) <= 3 else f"{len(target.targets)} edge types"
         return f"link prediction on {names}, decoder {_choose_decoder(plan, target.targets)}"
+
     if plan.task == CLASSIFICATION:
         return f"{plan.task}, {plural(g.num_classes(target), 'class')}"
     width = math.prod(g.nodes[target].data[LABEL].shape[1:])
@@ -438,6 +454,7 @@ def train_seeds(plan: TrainConfig) -> Trained:
         paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
         seed_paths: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
         runs.append(train_dataset(replace(plan, seed=seed, seeds=(), **seed_paths)))
+
     last = runs[-1]
     summary = spread({f"seed-{seed}": run.summary for seed, run in zip(plan.seeds, runs, strict=True)})
     if last.rank == 0:
@@ -485,12 +502,14 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
             command = suggest_training_command(plan.data, columns, g.canonical_etypes)
             remedy += f", or predict edges: {command}"
         raise ConfigError(missing.format(LABEL) + remedy)
+
     if SPLITS[0] not in data:
         raise ConfigError(
             missing.format(SPLITS[0])
             + "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
             "val_mask and test_mask to the .npz, and partition again."
         )
+
     # This comes before `auto` compares strategies, and refuses a mask without nodes.
     training_nodes(g, ntype)
     _check_inputs(plan, g)
@@ -508,6 +527,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
             f"{plan.model} supports one of each. Use --model {' or '.join(RELATIONAL_KINDS)}{link}, or write "
             "a loop like examples/07_rgcn.py."
         )
+
     # A relational model has trainable rows for nodes without features.
     if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
         columns = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
@@ -515,6 +535,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
             f"{where} has no node data {FEATURE!r} (known: {columns}). Add trainable rows with --embeddings "
             "64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
         )
+
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
         if len(shape) != 2:
@@ -538,11 +559,13 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
             models = list_kinds(WEIGHTED)
             say(f"edge column {unused!r} is not used. --edge-weight {unused} multiplies messages ({models}).")
         return
+
     if name not in fitting:
         raise ConfigError(
             f"--edge-weight {name}: {where} has no edge column of that name with one number per edge (known: "
             f"{', '.join(fitting) or 'none'}). Use one of these, or partition a graph that has it."
         )
+
     if not get_strategy(g.session).traits.own_loop:
         raise ConfigError(
             f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge columns. "
@@ -619,9 +642,12 @@ def _fit(
             make_loader = target.train_loader
         else:
             loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts, "inputs": inputs}
+
         loading = {"loader": make_loader(g, target.targets, **loading)}
+
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     settings |= {"momentum": plan.momentum} if plan.momentum else {}
+
     # The option is the name of a loss for --task link, but the field is a function.
     del options["loss"]
     return fit(

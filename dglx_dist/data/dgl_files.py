@@ -90,6 +90,7 @@ def _check(stamped: Sequence[tuple[str, str, int, int, int]]) -> None:
             reasons = _Child.of(os.getpid()).answers(request, len(stamped), limit_s)
         except ConnectionError:  # The child waited too long for a request, and ended.
             reasons = _Child.of(os.getpid()).answers(request, len(stamped), limit_s)
+
     for (_, path, *_), reason in zip(stamped, reasons, strict=False):
         if reason != "read":
             raise StorageError(reason if path in reason else f"{path} is damaged: {reason}; {_REMEDY}")
@@ -124,6 +125,7 @@ class _Child:
         if process.poll() is None:
             with suppress(BrokenPipeError):
                 process.stdin.write(f"{request}\n".encode())
+
         while text.count(b"\n") <= count and not text.endswith(_LAST):
             left_s = max(0.0, end_s - time.monotonic())
             is_ready = select.select([process.stdout], [], [], left_s)[0]
@@ -137,7 +139,9 @@ class _Child:
                 if b"\n" not in text and is_ready:
                     raise ConnectionError(reason)
                 return [*text.decode().split("\n")[1:-1], reason]
+
             text += data
+
         return [line.strip() for line in text.decode().split("\n")[1:]]
 
 
@@ -153,6 +157,7 @@ def read_all(requests: IO[str] = sys.stdin) -> None:
         answers.write("\n")  # It tells that the child has started.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, resource.RLIM_INFINITY))
+
         for kind, name in files:
             try:
                 _read_and_check(kind, Path(name))

@@ -90,6 +90,7 @@ def open_budget(limit: int) -> Budget:
             f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
             f"itself; {budget.remedy(MIN_WORK_BYTES)} at least"
         )
+
     return budget
 
 
@@ -366,6 +367,7 @@ def sort_edges(
             records = buckets.take(bucket)
             records["destination"] -= starts[bucket]
             counts = np.bincount(records["destination"], minlength=ends[bucket] - starts[bucket])
+
             # The edges of a bucket are still in the order of the stream.
             positions = order(records["destination"], records["source"])
             result.indices.append(records["source"][positions])
@@ -376,7 +378,9 @@ def sort_edges(
             advance(len(records))
             del records, positions
             release_memory()
+
         shutil.rmtree(piece / "buckets")
+
     return result
 
 
@@ -431,6 +435,7 @@ def _write_buckets(
         )
         buckets.append(bucket_of[selection], records[selection])
         advance(len(records))
+
     return buckets
 
 
@@ -468,6 +473,7 @@ class Workspace:
             with name_write_failures(self.folder), shared_folder(target, self.ranks, save) as partial:
                 if shared or self.ranks.is_first:
                     make(partial)
+
         self.intact.add(target)
         return target
 
@@ -653,11 +659,13 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
     )
     if file_system in _MEMORY_FILE_SYSTEMS:
         say(f"{folder} is in memory ({file_system}), which --memory does not limit; choose another --scratch")
+
     with ExitStack() as stack:
         with name_write_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned_of(folder)
             names = {path.name for path in folder.iterdir()}
+
             # The key is written before the first stage.
             if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
                 raise StorageError(f"{folder} has files of something else; choose another --scratch")
@@ -696,11 +704,13 @@ def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
         with replace_atomically(path) as partial:
             partial.write_text(json.dumps(expected, indent=1))
         return
+
     try:
         stored = json.loads(read_small_file(path))
         differing = [key for key in expected.keys() | stored.keys() if expected.get(key) != stored.get(key)]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); remove {folder}") from error
+
     if differing:
         changes = ", ".join(f"{name} was {stored.get(name)!r}" for name in sorted(differing))
         raise StorageError(

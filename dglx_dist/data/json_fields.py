@@ -87,10 +87,12 @@ class Fields:
         self._key = key
         self._error = error
         self._hidden = hidden
+
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             shown = "(not shown)" if hidden else _format_value(value)
             subject = f"key {key!r} is {shown}" if key else f"it is {shown}"
             raise error(f"{where}: {subject}, expected an object with named fields")
+
         self.mapping: Mapping[str, Any] = value
         self._read: dict[str, None] = {}
 
@@ -226,6 +228,7 @@ class Fields:
                 if optional
                 else read(declared_field.name)
             )
+
         try:
             return kind(**values)
         except ConfigError as error:
@@ -240,6 +243,7 @@ class Fields:
         if get_origin(value_type) is tuple:
             items = self.items(name, *bounds)
             return tuple(items.value(item_name, get_args(value_type)[0]) for item_name in items.mapping)
+
         if get_origin(value_type) is Mapping:
             fields = self.nested_fields(name)
             if bounds and not bounds.low <= len(fields.mapping) <= bounds.high:
@@ -247,11 +251,13 @@ class Fields:
                     name, f"an object{_format_range(bounds.low, bounds.high, 'of')} fields"
                 )
             return {key: fields.value(key, get_args(value_type)[1]) for key in fields.mapping}
+
         if dataclasses.is_dataclass(value_type):
             fields = self._make_fields(name, self.raw_value(name), hidden=_hides_values(value_type))
             record = fields.record(cast("Callable[..., Any]", value_type))
             fields.reject_unread()
             return record
+
         if get_origin(value_type) is Literal:
             return self.choice(name, get_args(value_type))
         if value_type is Any:

@@ -28,6 +28,7 @@ def read_metis(path: Path) -> dict[str, Array]:
         content = file.read()
     rows = [(line_number, line.split()) for line_number, line in enumerate(content.splitlines(), 1)]
     rows = [(line_number, row) for line_number, row in rows if not row or not row[0].startswith(b"%")]
+
     # An empty line is a node without neighbours, but not before the sizes.
     while rows and not rows[0][1]:
         del rows[0]
@@ -37,11 +38,13 @@ def read_metis(path: Path) -> dict[str, Array]:
             f"{path} is not a readable METIS graph: line {line_of_sizes} has {len(sizes)} numbers, but the "
             "first line must have the numbers of nodes and edges; correct it, or write edges in a .txt"
         )
+
     num_nodes, num_edges, *extra_sizes = sizes.tolist()
     layout = f"{extra_sizes[0] if extra_sizes else 0:03d}"
     num_weights = (extra_sizes[1] if len(extra_sizes) > 1 else 1) * (layout[-2] == "1")
     has_weights, start = layout[-1] == "1", num_weights + (layout[-3] == "1")
     node_rows = rows[1 : 1 + max(num_nodes, 0)]
+
     # ``columns`` has the index of each value in its line. Neighbours begin at index ``start``.
     counts = np.array([len(row) for _, row in node_rows], dtype=np.int64)
     values = _read_numbers(node_rows, path)

@@ -160,6 +160,7 @@ def _as_label(column: Array, where: str) -> Array:
         raise column_error(where, LABEL, f"must hold numbers; it is {column.dtype}")
     if column.ndim > 1:
         return column
+
     # Sources store labels with gaps as floating point, with NaN for missing ones.
     labels = column[~np.isnan(column)]
     limit = 2.0**63 if len(labels) < len(column) else max(len(column), FEW_CLASSES)
@@ -205,6 +206,7 @@ def raw_graph_from_dgl(
             f"a graph must be a path, a spec or a DGLGraph, not {type(graph).__module__}."
             f"{type(graph).__qualname__}; for a dataset of DGL give dataset[0]"
         )
+
     if graph.is_block:
         raise ConfigError("the graph is a block of a mini-batch; give the graph from which it was sampled")
     node_data = {}
@@ -213,12 +215,14 @@ def raw_graph_from_dgl(
         arrays = _convert_frame(graph.nodes[node_type].data, dgl.NID)
         arrays = {key: _choose_split(key, array, split, where) for key, array in arrays.items()}
         node_data[node_type] = standard_columns(arrays, where, rename=rename)
+
     edge_data = {}
     for edge_type in graph.canonical_etypes:
         columns = _convert_frame(graph.edges[edge_type].data, dgl.EID)
         where = f"{name}, edges {edge_type[1]!r}"
         masks = {key: _as_mask(columns[key], key, where) for key in SPLITS if key in columns}
         edge_data[edge_type] = columns | masks
+
     return RawGraph(
         name=name,
         num_nodes={node_type: graph.num_nodes(node_type) for node_type in graph.ntypes},
@@ -268,9 +272,11 @@ class DglDataSource(DatasetSource):
                 f"dgl:{self._name} could not be downloaded or read ({error}); if you have the files, give "
                 "their folder as raw_dir="
             ) from error
+
         item = dataset[_check_index(len(dataset), self._index, f"dgl:{self._name}")]
         # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
         graph = item[0] if isinstance(item, tuple) else item
+
         # Not every dataset of DGL has a number of classes.
         class_count = getattr(dataset, "num_classes", None)
         num_classes = int(class_count) if isinstance(class_count, (int, np.integer)) else None
@@ -298,6 +304,7 @@ class DglBinarySource(DatasetSource):
                 f"{self._path} is not a file of saved DGL graphs, or is damaged; copy it again, or write it "
                 "with dgl.save_graphs"
             ) from error
+
         graph = graphs[_check_index(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
 
@@ -414,6 +421,7 @@ def load_dataset(
         graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # raw_graph_from_dgl checks the options
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
+
     name, location = _find_source(os.fspath(spec))
     source = DATASETS.get(name)(location, options)
     source.workspace = workspace
@@ -485,7 +493,9 @@ def _find_source(spec: str) -> tuple[str, str]:
                 f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
                 "table goes into a folder as edges.csv or edges.parquet)"
             )
+
         return source, str(path)
+
     if spec in DATASETS.names():
         return spec, ""
     name, colon, location = spec.partition(":")
@@ -518,11 +528,13 @@ class OgbSource(DatasetSource):
                 f"ogb:{location} is not a node dataset; those that can be loaded start with ogbn-, "
                 f"e.g. ogb:ogbn-arxiv"
             )
+
         if importlib.util.find_spec("ogb") is None:
             raise ConfigError(
                 f"ogb:{location} needs the package ogb, which is not installed; run "
                 f"pip install 'dglx_dist[ogb]' (or pip install ogb)"
             )
+
         self._name = location
         self._root = Path(str(options.get("root", "dataset"))).expanduser()
 
@@ -536,6 +548,7 @@ class OgbSource(DatasetSource):
                 raise DatasetError(
                     f"ogb:{self._name} could not be read or downloaded below {self._root.absolute()}: {error}"
                 ) from error
+
         graph, labels = dataset[0]
         return raw_graph_from_ogb(self._name, graph, labels, dataset.get_idx_split())
 
@@ -569,6 +582,7 @@ def raw_graph_from_ogb(
                 columns[mask_name] = np.zeros(count, dtype=np.bool_)
                 columns[mask_name][split[split_name][node_type]] = True
         node_data[node_type] = standard_columns(columns, f"ogb:{name}, nodes {node_type!r}")
+
     return RawGraph(
         name=name,
         num_nodes=num_nodes,
@@ -619,6 +633,7 @@ def cache_set_aside(folder: Path) -> Iterator[None]:
     elif (folder / "raw").is_dir():
         # ogb expects this folder. But if it exists before a download, ogb asks to update.
         cache.parent.mkdir(exist_ok=True)
+
     try:
         yield
     finally:

@@ -85,6 +85,7 @@ def draw_edges(
             if len(keys) >= num_links:
                 break
             first_ends = _find_isolated(keys, num_nodes)
+
     return _add_directions(keys, num_nodes)
 
 
@@ -132,6 +133,7 @@ def _draw_keys(
         low += np.maximum(first_end, second_end)[is_link]
         keys[num_written : num_written + len(low)] = low
         num_written += len(low)
+
     return keys[:num_written]
 
 
@@ -158,6 +160,7 @@ def _draw_neighbours(
         step_in_other_class = generator.integers(0, num_blocks, count, dtype=np.int32)
         step = np.where(leaves_class, step_in_other_class, step)
         blocks = np.where(leaves_block, (blocks + step) % num_blocks, blocks)
+
     if num_classes > 1:
         class_step = generator.integers(1, num_classes, count, dtype=np.int32)
         classes = np.where(leaves_class, (classes + class_step) % num_classes, classes)
@@ -198,6 +201,7 @@ def _add_directions(keys: Array, num_nodes: int) -> tuple[Array, Array]:
         directed_keys[first : first + len(piece)] = piece
         reverse = piece % num_nodes * num_nodes + piece // num_nodes
         directed_keys[num_links + first : num_links + first + len(piece)] = reverse
+
     del keys
     directed_keys.sort()
     ends = np.empty((2, len(directed_keys)), dtype=id_dtype(num_nodes))
@@ -250,12 +254,14 @@ class SyntheticConfig:
                 f"train_rate={self.train_rate}, val_rate={self.val_rate} and test_rate={self.test_rate} "
                 f"sum to more than 1; lower one of them"
             )
+
         count = self.num_communities
         self._require(
             count % self.classes == 0 and 0 < count <= self.nodes,
             "communities",
             f"a multiple of classes={self.classes} and at most nodes={self.nodes}",
         )
+
         # Links are drawn until all are distinct, which takes too long in a nearly complete community.
         limit = self.nodes / count / 2
         self._require(
@@ -286,6 +292,7 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
         if not equals:
             raise ConfigError(f"{item!r} in synthetic:{text} is not of the form name=value")
         settings[name.strip()] = parse_literal(value.strip())
+
     types = types_in(SyntheticConfig)
     settings = settings | {**options}
     for name, setting in settings.items():
@@ -310,6 +317,7 @@ def generate(config: SyntheticConfig) -> RawGraph:
         for rows in _draw_features(config, true_classes):
             columns[FEATURE][offset : offset + len(rows)] = rows
             offset += len(rows)
+
     columns[LABEL] = _labels(config, true_classes)
     columns.update(_draw_splits(config, communities))
     return RawGraph(
@@ -369,10 +377,12 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
         write(f"{edges}/indptr.arrow", IDS, config.nodes + 1, [indptr])
         write(f"{edges}/indices.arrow", ids, num_edges, sources.chunks(_ROWS_AT_ONCE))
         sources.path.unlink()
+
         for owner, count in ((edges, num_edges), (nodes, config.nodes)):
             starts = range(0, count, _ROWS_AT_ONCE)
             numbers = (np.arange(first, min(first + _ROWS_AT_ONCE, count)) for first in starts)
             write(f"{owner}/original_ids.arrow", IDS, count, numbers)
+
         if config.features:
             rows = (piece.astype(feature_dtype) for piece in _draw_features(config, true_classes))
             write_data(FEATURE, ColumnInfo(dtype=feature_dtype, row_shape=(config.features,)), rows)
@@ -395,6 +405,7 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
         )
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, folder, None)
+
     return manifest
 
 
@@ -431,6 +442,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
     position = np.empty_like(order)
     position[order] = np.arange(config.nodes, dtype=order.dtype)
     starts = np.searchsorted(community[order], np.arange(count + 1))
+
     # Links of the last level may also reach the own class.
     far_share = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
     near_share = min(config.homophily * config.locality, 1 - far_share)
@@ -443,12 +455,14 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
         if level == 0:
             np.maximum(counts, 1, out=counts)
         np.cumsum(counts, out=counts)
+
         # Half-links are joined in pairs, so the last node of an odd number gets one more.
         last = starts[:: spans[level]][1:]
         is_odd = np.diff(ends[level, last], prepend=0) & 1
         extra = np.zeros(config.nodes + 1, np.int8)
         np.add.at(extra, last, is_odd)
         ends[level] += np.cumsum(extra, dtype=np.int32)
+
     keys = generator.integers(0, 1 << 63, 3, dtype=np.uint64)
     return _HalfLinks(
         order=order, position=position, community=community, starts=starts, ends=ends, spans=spans, keys=keys
@@ -469,6 +483,7 @@ def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -
             count = _draw_sources(links, first, buffer, indptr[first + 1 : first + 1 + len(positions)])
             sources.append(buffer[:count])
             advance(num_half_links)
+
     return np.cumsum(indptr, out=indptr)
 
 
@@ -491,6 +506,7 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
                 if neighbor != home:
                     out[total] = order[neighbor]
                     total += 1
+
         out[start:total].sort()
         # Repeated sources are dropped in place.
         end, total = total, start
@@ -498,7 +514,9 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
             if total == start or out[index] != out[total - 1]:
                 out[total] = out[index]
                 total += 1
+
         counts[i] = total - start
+
     return total
 
 
@@ -550,6 +568,7 @@ class SyntheticSource(DatasetSource):
         num_bytes = 3 * config.nodes * (math.ceil(8 * config.degree) + 4 * config.features + 12)
         if workspace is None:
             return generate(config)
+
         # The two functions make different graphs, so a resumed run must use the same one.
         is_small = workspace.array("generator", lambda: np.array([workspace.fits(num_bytes)]))
         if is_small[0]:
@@ -600,4 +619,5 @@ def _draw_splits(config: SyntheticConfig, communities: Array) -> dict[str, Array
         if len(ids):
             masks[name] = np.zeros(config.nodes, np.bool_)
             masks[name][ids] = True
+
     return masks

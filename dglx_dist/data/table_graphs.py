@@ -59,6 +59,7 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
             f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
             "directly, or partition the original graph"
         )
+
     if (folder / "graph.json").is_file():
         _LOG.warning("%s is ignored; use it with `dglx ingest %s/graph.json`", folder / "graph.json", folder)
     for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
@@ -237,11 +238,13 @@ def build_graph_from_tables(
             id_sources[ntype] += " (the numbers of its rows; if a column has the ids, add --id COLUMN)"
         else:
             ids[ntype] = _read_node_ids(table, id_name, where)
+
         node_data[ntype] = _convert_columns(table, where, {_ID, id_name or _ID, *ignored})
         has_label = LABEL in table.column_names and LABEL in node_data[ntype]
         if has_label and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _read_class_names(label).to_pylist()
             warn_of_unknown(names[ntype], where, LABEL)
+
     # The order of a set of strings changes from run to run, but ids must not.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
         ids[ntype] = _collect_ids_in_edges(ntype, _collect_ends_at(ntype, ends))
@@ -256,6 +259,7 @@ def build_graph_from_tables(
         end_names = {end.name for end in etype_ends}
         data = _convert_columns(edges[etype][1], edges[etype][0], {*end_names, *ignored})
         edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+
     return RawGraph(
         name=name,
         num_nodes={ntype: len(values) for ntype, values in ids.items()},
@@ -294,6 +298,7 @@ def _find_id_column(
             f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); choose one with "
             f"--id COLUMN{remedy}"
         )
+
     return candidates[0] if candidates else None
 
 
@@ -334,11 +339,13 @@ def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, Ta
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
+
     for name in names if names != _END_COLUMNS[0] else ():
         simple_name = _simplify_name(name)
         similar = [key for key in table.column_names if key != name and _simplify_name(key) == simple_name]
         if similar:
             raise DatasetError(f"{where}: {name!r} or {similar[0]!r} may be an end of edges; rename one")
+
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
@@ -372,6 +379,7 @@ def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
         values = values.cast(ids.type)
     if values.type != ids.type:
         raise end.error(f"holds texts, but the ids {origin} are whole numbers; use the same kind in both")
+
     if _is_range(ids):
         row_numbers = as_numpy(values)
         is_unknown = (row_numbers < 0) | (row_numbers >= len(ids))
@@ -380,6 +388,7 @@ def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
         indices = pc.index_in(values, value_set=ids)
         is_unknown = as_numpy(pc.is_null(indices))
         positions = as_numpy(pc.fill_null(indices, -1))
+
     count = f"(rows of {end.name!r} with unknown ids: {int(is_unknown.sum())})"
     end.refuse(is_unknown, f"is not {origin} {count}", "node id ")
     return positions
@@ -403,6 +412,7 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
                 _LOG.warning("%s: the %d columns %s skip or repeat a number", where, len(ordered), shown)
             columns[stem] = _stack_columns(table, ordered, where)
             names = [name for name in names if name not in suffixes]
+
     for name in names:
         if name in (LABEL, SPLIT):
             continue
@@ -410,6 +420,7 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
         if table_column.is_text and name == FEATURE:
             shown = f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write numbers in columns"
             raise table_column.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
+
         if table_column.is_text:
             id_hint = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
             hint = f"rename it to 'label' if it is to be learnt{id_hint}"
@@ -418,7 +429,9 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
                 f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
                 f"folder of tables: --option ignore={name})"
             )
+
         columns[name] = table_column.numbers()
+
     columns = standard_columns(columns, where)
     check_columns(columns, table.num_rows, count_classes(columns), where)
     return columns
@@ -429,12 +442,14 @@ def _labels(labels: TableColumn) -> Array:
         if pa.types.is_floating(labels.values.type):
             return as_numpy(labels.values)  # A missing label is NaN.
         return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_integer else labels.numbers()
+
     names = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
     is_odd = pc.invert(pc.match_substring_regex(names, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
     if 0 < (pc.sum(is_odd).as_py() or 0) < len(names.drop_null()) / 2:
         row = find_first_true(pc.fill_null(is_odd, False))
         message = f"{names[row]!s:.40} is no number, but most labels are; all are read as class names"
         _LOG.warning("%s", labels.error(message, row))
+
     codes = pc.index_in(names, value_set=_read_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 

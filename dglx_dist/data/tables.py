@@ -107,6 +107,7 @@ class TableColumn:
             problem = "has a date with fractions of a second; round it, or write seconds as numbers"
             seconds = replace(self, values=self._cast_values(pa.timestamp("s"), problem))
             return as_numpy(seconds.values.cast(pa.int64()).fill_null(MISSING))
+
         self.refuse_gaps()
         list_type = self.values.type
         width = None
@@ -115,6 +116,7 @@ class TableColumn:
             width = self.list_width(self.values)
         elif pa.types.is_fixed_size_list(list_type):
             width = list_type.list_size
+
         if width is not None:
             values = values.flatten()
         types = pa.types
@@ -291,6 +293,7 @@ class PiecewiseTable:
                 yield TablePiece(row=row, columns=columns, num_rows=batch.num_rows)
                 row += batch.num_rows
             ends.append(row)
+
         self._ends = ends
 
     def count(self) -> int:
@@ -386,6 +389,7 @@ def _parse_first_id(text: str, path: Path, row: int) -> str:
         value = json.loads(text)
     except ValueError:
         value = None
+
     if not isinstance(value, str):
         raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id per line")
     return value
@@ -407,6 +411,7 @@ def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> in
             total += max(column.total_uncompressed_size, column.num_values * width)
             if column.physical_type == _TEXTS and column.has_dictionary_page:
                 texts.append(column.path_in_schema)
+
     text_bytes = 0
     if texts and group.num_rows:
         rows = file.iter_batches(
@@ -414,6 +419,7 @@ def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> in
         )
         sample = next(rows)
         text_bytes = sum(plain(column).nbytes for column in sample.columns) // sample.num_rows
+
     return int(total // max(group.num_rows, 1)) + text_bytes
 
 
@@ -442,6 +448,7 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
         lists = pc.split_pattern(values, separator)
         width = column.list_width(lists)
         values = lists.flatten()
+
     trimmed = pc.utf8_trim_whitespace(values)
     try:
         numbers = as_numpy(trimmed.cast(pa.float64()))
@@ -449,6 +456,7 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
         index = _find_first_non_number(trimmed)
         reason = "is not a number; correct the table (to_categorical encodes features that are texts)"
         raise column.error(f"{values[index].as_py()!r} {reason}", index // (width or 1)) from None
+
     numbers = numbers if width is None else numbers.reshape(-1, width)
     check_finite(numbers, column.name, column.where, column.first_row)
     return numbers
@@ -461,6 +469,7 @@ def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
         texts = column.values.cast(pa.large_string())
         column.refuse(as_numpy(pc.equal(texts, "")), "is empty", "node id ")
         return texts
+
     if column.is_text:
         # Arrow also parses 0x10 and 007, which would become other ids when written back.
         is_invalid = ~as_numpy(pc.match_substring_regex(column.values, _INTEGER))

@@ -61,6 +61,7 @@ def to_keys(times: Array) -> Array:
         keys = times.astype(np.int64)
         keys[keys == MISSING] = NEVER
         return keys
+
     # The bits of positive floats are ordered like integers. Those of negative floats are ordered in reverse.
     bits = (times.astype(np.float64) + 0.0).view(np.int64)
     keys = bits ^ ((bits >> 63) & NEVER)

@@ -37,12 +37,14 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
                     f"{where}: edge type {edge_type} ends in node type {node_type!r}, which the graph "
                     f"lacks (it has {', '.join(map(repr, graph.num_nodes))})"
                 )
+
         owner = where if graph.is_homogeneous else f"{where}, edges {relation!r}"
         if len(source_ids) != len(destination_ids):
             raise DatasetError(f"{owner}: {len(source_ids)} sources but {len(destination_ids)} destinations")
         check_ids(source_ids, graph.num_nodes[source], "src", owner)
         check_ids(destination_ids, graph.num_nodes[destination], "dst", owner)
         check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, owner, selecting)
+
     for node_type in {**graph.node_data, **graph.user_ids}:
         owner = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
         if node_type not in graph.num_nodes:
@@ -72,6 +74,7 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
                 f"the owners of nodes of type {ntype!r} are {part_of.dtype} of shape {part_of.shape}; "
                 f"expected one whole number for each of the {num_nodes} nodes"
             )
+
         is_wrong = (part_of < 0) | (part_of >= assignment.num_parts)
         if is_wrong.any():
             node = _find_first(is_wrong)
@@ -152,6 +155,7 @@ def check_columns(
         else:
             is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
             check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
+
     splits = {name: columns[name] for name in SPLITS if name in columns}
     masks = {name: _check_mask(split, name, where, name in selecting) for name, split in splits.items()}
     for (name, first), (other_name, second) in combinations(masks.items(), 2):
@@ -162,11 +166,13 @@ def check_columns(
                 f"({int(both.sum())} rows in all); unmark these rows in one column, or "
                 "rename the column if it is not a split"
             )
+
     label = columns.get(LABEL)
     if label is None or isinstance(label, SparseRows) or label.ndim != 1:
         return  # Several targets per node may be any numbers.
     if num_classes is not None:
         _check_classes(label, num_classes, where)
+
     for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
         is_missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
         if is_missing.any():
@@ -210,6 +216,7 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
         value = f"value {column.values[position]} at position {column.indices[position]}"
         message = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
         raise column_error(where, name, message, row)
+
     positions = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
     positions.sort(kind="stable")  # It is fast if they already ascend.
     repeats = positions[1:][positions[1:] == positions[:-1]]

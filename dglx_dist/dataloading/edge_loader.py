@@ -218,12 +218,14 @@ def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
                 f"{', '.join(g.etypes)}. Pass a dict of lists by edge type."
             )
         reverse_eids = {g.canonical_etypes[0]: reverse_eids}
+
     reverse: dict[EdgeType, dict[EdgeType, FindReverse | None]] = {}
     for key, ids in reverse_eids.items():
         etype = g.to_canonical_etype(key)
         ids_by_type = ids if isinstance(ids, Mapping) else {etype: ids}
         tables = {g.to_canonical_etype(back): table for back, table in ids_by_type.items()}
         reverse[etype] = {back: _read_table(g, etype, back, table) for back, table in tables.items()}
+
     return reverse
 
 
@@ -370,6 +372,7 @@ def build_pairs(
         # The keys are those of both ends of the positives, and then of the negatives.
         times_of_keys = np.concatenate([moments for moments in pair_times for _ in (0, 1)])
         distinct, distinct_times, rows = _split_by_time(distinct, rows.reshape(-1), times_of_keys)
+
     starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
     nodes = {ntype: distinct[starts[i] : starts[i + 1]] - type_bits[ntype] for i, ntype in enumerate(ntypes)}
     rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
@@ -425,6 +428,7 @@ def _build_pair_graph(
     for (source, destination), size, stop in zip(end_types, num_pairs, stops, strict=True):
         u = merged_ends[0, stop - size : stop]
         v = merged_ends[1, stop - size : stop]
+
         # Each type numbers its nodes from 0. The first type keeps its views, because it already does.
         if starts[source]:
             u = u - int(starts[source])
@@ -570,6 +574,7 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
             pair_times.append(
                 {etype: _repeat_times(etype, times[etype], negative_pairs[etype]) for etype in edges}
             )
+
         return build_pairs(self.g.ntypes, edges, ends, negative_pairs, pair_times)
 
 
@@ -586,6 +591,7 @@ def _repeat_times(etype: EdgeType, times: Array, negatives: Pairs) -> Array:
             f"{etype}, so the time of each pair is unknown. Return k consecutive pairs for "
             "each edge."
         )
+
     return np.repeat(times, per_edge)
 
 
@@ -718,6 +724,7 @@ def _read_options(
         _check_wrapper(sampler, (*rule.values(), negative))
         rule = {name: getattr(sampler, name) for name in rule}
         sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
+
     plan = read_sampler(sampler)
     loader_options = read_loader_options(options)
     exclude = rule["exclude"]

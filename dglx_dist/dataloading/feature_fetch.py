@@ -219,6 +219,7 @@ def look_ahead(
         except Exception as error:  # noqa: BLE001 - the batches sampled before it are yielded first
             failure = error
             return False
+
         window.append(batch)
         num_bytes += batch.num_bytes
         return True
@@ -330,6 +331,7 @@ class OnDemandColumns(dict[str, Any]):
         else:
             columns = self._g.edges[type_name].data
             option = "prefetch_edge_feats"
+
         if name not in columns or self._ids is None:
             raise KeyError(name)  # The message of a wrapped model contains the remedy.
         if name not in self._warned_columns:
@@ -340,6 +342,7 @@ class OnDemandColumns(dict[str, Any]):
                 f"for it. Pass {option}={value} (labels: prefetch_labels) to the sampler "
                 "to prefetch it."
             )
+
         rows = columns[name][self._ids.data]
         self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)
         return self[name]

@@ -43,11 +43,13 @@ def find_slot(table: NodeTable, node: int) -> np.uint64:
 def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> np.int64:
     slots = table.slots
     base = np.uint32(table.base)
+
     # Unsigned positions, because with signed ones every access would first test for negative values.
     end = np.uint64(count)
     for i in range(len(sources)):
         node = np.uint64(sources[i])
         seen = slots[node]
+
         # An unconditional store costs less than an unpredictable branch.
         fresh = seen < base
         value = np.uint32(base + np.uint32(end)) if fresh else seen
@@ -55,6 +57,7 @@ def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, n
         nodes[end] = node
         end += np.uint64(fresh)
         numbers[i] = value - base
+
     return np.int64(end)
 
 
@@ -312,6 +315,7 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
     """Return a copy with space for ``more[t]`` further nodes of each type t."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
+
     # Each type gets one extra slot, because `_number_direct` writes before it knows whether a node is new.
     for node_type in range(num_types):
         starts[node_type + 1] = starts[node_type] + nodes.counts[node_type] + more[node_type] + 1
@@ -320,6 +324,7 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
         count, old_start, new_start = nodes.counts[node_type], nodes.starts[node_type], starts[node_type]
         copy_to(keys[new_start:], nodes.keys[old_start : old_start + count])
         copy_to(ids[new_start:], nodes.ids[old_start : old_start + count])
+
     return NumberedNodes(keys, ids, starts, nodes.counts)
 
 
@@ -336,6 +341,7 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
             slot = find_slot(table, keys[i])
             table.slots[slot] = np.uint32(table.base) + np.uint32(i)
             table.keys[slot] = keys[i]
+
     return table
 
 
@@ -459,6 +465,7 @@ def draw_by_importance(
             for j in range(indptr[i], indptr[i + 1]):
                 share = scales[i] if num_done else scales[i] * shares[j]
                 max_scales[source_indices[j]] = max(max_scales[source_indices[j]], share)
+
         pi *= max_scales
         shares[:] = pi[source_indices]
         num_done += 1
@@ -466,6 +473,7 @@ def draw_by_importance(
         if expected_size >= last_expected_size * (1 - 1e-4):
             rounds = num_done
         last_expected_size = expected_size
+
     indices, kept_weights, size, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
@@ -475,6 +483,7 @@ def draw_by_importance(
                 indices[size], kept_weights[size] = j, weights[j] / probability
                 size += 1
         rows[i + 1] = size
+
     return indices[:size], kept_weights[:size]
 
 
@@ -540,6 +549,7 @@ def _draw(
         else:
             narrow_csc = Csc(csc.indptr, _read_indices(relations, relation, np.int32), csc.weights, 0, 0)
             edges = draw_by_source(narrow_csc, frontier, fanout, stream, rule.exclude, rows, edges, first)
+
         hop.ends[relation + 1] = first + rows[len(frontier)]
         first_row += len(frontier) + 1
     return edges, weights
@@ -610,6 +620,7 @@ def sample_batch(
         _number_sources(relations, table, nodes, hop, edge_ids, sources)
         write_ids(nodes, relations.offsets, sizes)
         copy_to(node_ends[hop_index + 1], nodes.counts)
+
     ids, starts = pack_ids(nodes)
     next_table = NodeTable(table.slots, table.keys, table.base + nodes.counts.max())
     edges = edge_ids[: edge_ends[-1]]

@@ -108,6 +108,7 @@ def _read_draws(
             "but this server has only a part of the structure. Open the graph with "
             "structure='replicated'."
         )
+
     return columns, DrawSettings(
         schema=_read_schema(g),
         fanouts=_make_fanouts(plan.fanouts, g.canonical_etypes),
@@ -205,6 +206,7 @@ def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
             lambda: {structure.etype: read_shard_weights(g, structure, weights) for structure in structures},
             ConfigError,
         )
+
     excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
 
     # The digest covers the contents, because weights may change under the same name.

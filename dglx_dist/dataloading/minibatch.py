@@ -301,6 +301,7 @@ class KernelMaker(NodeMaker):
         self._schema = draws.schema
         has_weights = draws.by_source is not None and draws.by_source.unequal
         self._builder = BatchBlockBuilder(draws.schema, has_weights)
+
         # Each thread that makes a batch takes a table from this queue and returns it afterwards.
         self._idle_tables: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
 
@@ -339,6 +340,7 @@ class KernelMaker(NodeMaker):
         """
         lock = threading.Lock()
         max_batches = 1
+
         # Don't refer to the maker in the thread that draws, because the thread must end with the maker.
         request = self._draws.request
         get_items = self.get_items
@@ -402,6 +404,7 @@ class KernelMaker(NodeMaker):
             raw = self._sample_trees(source, batch, request, exclude)
         else:
             raw = self._sample_nodes(source, request, exclude)
+
         batch.raw = raw
 
         type_bounds = pairwise(raw.node_starts)
@@ -479,4 +482,5 @@ class KernelMaker(NodeMaker):
             for index, etype in enumerate(self._schema.etypes, first):
                 edges[etype] = batch.edge_ids[ends[index] : ends[index + 1]]
             blocks.append(edges)
+
         return blocks[::-1]

@@ -176,6 +176,7 @@ def read_negative(sampler: Any) -> Any:
             "dx.negative.Uniform(5), one of dgl.dataloading.negative_sampler, or a function "
             "of (g, edge ids)."
         )
+
     # Compare exact types, because the code of a user's subclass must run.
     if type(sampler) is dgl_negative.PerSourceUniform:
         return Uniform(sampler.k)
@@ -185,6 +186,7 @@ def read_negative(sampler: Any) -> Any:
             "single server can check. Use dx.negative.Uniform(k, corrupt='both'). Few pairs "
             "of a large graph are edges."
         )
+
     return sampler
 
 
@@ -222,6 +224,7 @@ def _call_user_sampler(
                 "edge type."
             )
         answer = {g.canonical_etypes[0]: answer}
+
     by_type = {g.to_canonical_etype(key): pairs for key, pairs in answer.items()}
     return {etype: _read_pairs(g, etype, pairs) for etype, pairs in by_type.items()}
 
@@ -237,4 +240,5 @@ def _read_pairs(g: DistGraph, etype: EdgeType, pairs: Any) -> Pairs:
             f"the negative sampler returned {len(sources)} sources and {len(destinations)} "
             f"destinations of {etype}. Return the same number of each."
         )
+
     return sources, destinations

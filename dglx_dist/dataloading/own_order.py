@@ -50,6 +50,7 @@ class UserColumns:
                 if mask is None or mask.dtype != torch.bool or mask.dim() != 1:
                     continue
                 share = float(mask.double().mean())
+
                 # Ids in another order would hardly all be in the mask by chance.
                 if not 0 < share < 1 or len(ids) * math.log(share) > _UNLIKELY or not mask[ids].all():
                     continue
@@ -105,6 +106,7 @@ class _BatchIds(Tensor):
                 f"other nodes or edges. Use g.ndata[{name!r}][ids] of the distributed graph, "
                 "or column[g.orig_ids(ids)]."
             )
+
         with plain_tensors():
             return func(*args, **(kwargs or {}))
 

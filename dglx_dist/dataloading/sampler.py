@@ -104,10 +104,12 @@ class DrawSettings:
             ]
             edges = np.concatenate(ids_by_type)
             edge_ends = _sum_lengths(ids_by_type)
+
         if self.by_source is None:
             streams = _cached_keys(self.seed, epoch, num_hops, num_relations)
         else:
             streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
+
         return SampleRequest(
             np.concatenate(nodes),
             _sum_lengths(nodes),
@@ -183,8 +185,10 @@ def load_kernels(tell: Callable[[str], None]) -> None:
                 plan_remote(node, bounds, 0)
             finally:
                 os._exit(0)  # This process compiles what the helper has not saved.
+
         draw_first_hop(source.relations, request)
         os.waitpid(child_pid, 0)
+
     source.sample(request, {}, ThreadTable(1))
     plan_remote(node, bounds, 0)
 
@@ -245,6 +249,7 @@ class RemoteSource:
             frontiers = [nodes[node_type] for node_type in self._destination_types]
             edges = self._draw(requests[0], {}, hop, frontiers)
             known.append(list(zip(frontiers, edges, strict=True)))
+
         return RemoteSource(self._schema, self._structures, self._op, known)
 
     def sample(
@@ -297,10 +302,12 @@ class RemoteSource:
                 starts = np.zeros(len(frontier) + 1, np.int64)
                 waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
+
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded = exclude.get(self._etypes[relation], NO_EDGES)
             layer = len(request.fanouts) - hop
             waits.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
+
         return [wait_for_edges() for wait_for_edges in waits]
 
     def _number_sources(
@@ -320,6 +327,7 @@ class RemoteSource:
             node_type = self._source_types[relation]
             keys = in_edges.sources + self._offsets[node_type]
             number_type(table, nodes, node_type, keys, source_indices[relation])
+
         write_ids(nodes, self._offsets, old_counts)
         return table, nodes, source_indices
 

@@ -121,6 +121,7 @@ def read_sampler(sampler: object) -> SamplePlan:
             "as_edge_prediction_sampler(...) is for edge loaders, and this is a node loader. "
             "Pass it to dx.DataLoader or dx.DistEdgeDataLoader."
         )
+
     if not isinstance(sampler, BlockSampler):
         raise ConfigError(f"{type(sampler).__qualname__} makes no blocks for a node loader. {_SUPPORTED}")
     plan = SamplePlan(
@@ -131,6 +132,7 @@ def read_sampler(sampler: object) -> SamplePlan:
     )
     if isinstance(sampler, TemporalNeighborSampler):
         return replace(plan, fanouts=_read_fanouts(sampler.fanouts), temporal=sampler)
+
     if not _is_stock(sampler):
         if isinstance(sampler, LaborSampler):
             raise ConfigError(
@@ -139,11 +141,13 @@ def read_sampler(sampler: object) -> SamplePlan:
                 "subclass of BlockSampler."
             )
         return plan
+
     if sampler.edge_dir != "in":
         raise ConfigError(
             f"edge_dir={sampler.edge_dir!r} needs out-edges, but a partition holds the "
             "in-edges of its nodes. Use edge_dir='in' on the reversed graph (dgl.reverse)."
         )
+
     plan = replace(plan, fanouts=_read_fanouts(sampler.fanouts))
     if isinstance(sampler, LaborSampler):
         return replace(plan, by_source=_read_source_draws(sampler), weights=sampler.prob)
@@ -184,6 +188,7 @@ def _read_fanouts(fanouts: object) -> tuple[Fanout, ...]:
             checked.append(counts)
         else:
             checked.append(_read_fanout(fanout, option))
+
     return tuple(checked)
 
 
@@ -269,6 +274,7 @@ def _group_names(
             kind = resolve_type(key)
             names_by_type[kind] = (*names_by_type.get(kind, ()), *columns)
         return names_by_type
+
     if not names:
         return {}
     if len(types) > 1:
@@ -277,6 +283,7 @@ def _group_names(
             f"{option} is the list {list(names)}, but the graph has the types {listed_types}. Pass "
             "{type: list of names}."
         )
+
     return {types[0]: names}
 
 
@@ -319,11 +326,13 @@ def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> 
             f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}, but "
             "probabilities and masks need one number per edge."
         )
+
     if info.dtype == "bfloat16":
         # The bits are the upper half of the bits of the float32 with the same value.
         weights = (rows.astype(np.uint32) << 16).view(np.float32)
     else:
         weights = rows.astype(np.float32)
+
     # Minimum and maximum need no temporary arrays. They are NaN if one weight is.
     if len(weights) and not 0 <= weights.min() <= weights.max() < np.inf:
         bad = int(np.argmin((weights >= 0) & (weights < np.inf)))

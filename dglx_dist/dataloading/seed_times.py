@@ -38,6 +38,7 @@ def read_tree_rule(
             f"prefetch_node_feats names {name!r}, which blocks with a tree for each seed have "
             "already. Rename the column, or read it from the graph by the ids of the nodes."
         )
+
     if temporal is None:
         if plan.fanouts is None or plan.weights is not None or plan.by_source is not None:
             raise ConfigError(
@@ -46,6 +47,7 @@ def read_tree_rule(
                 "out."
             )
         return TreeRule(replace=plan.replace), None
+
     columns = find_time_columns(g.dataset.manifest, temporal.edge_time, temporal.node_time)
     if columns.dtype == "int64" and temporal.window is not None and temporal.window != int(temporal.window):
         raise ConfigError(f"window={temporal.window}, but times are integers. Use a whole number.")
@@ -71,6 +73,7 @@ def read_timed_items(
                 "seed_time= needs dx.TemporalNeighborSampler. Use this sampler, or leave it out."
             )
         return read_items(indices, counts, item)
+
     dtype = find_time_columns(g.dataset.manifest, temporal.edge_time, temporal.node_time).dtype
     default = temporal.node_time if item == "node" else temporal.edge_time
     seed_time: Any = default if options.seed_time is None else options.seed_time
@@ -86,6 +89,7 @@ def read_timed_items(
                 f"indices of type {kind!r} contain a {item} more than once at one time, but "
                 f"an epoch uses each pair of {item} and time once. Pass distinct pairs."
             )
+
     return Items(ids=items.ids, times=times)
 
 
@@ -103,10 +107,12 @@ def _read_keys(
             f"{', '.join(data) or 'none'}). Pass the loader seed_time=: one time per {item}, "
             "a number for all, or the name of a column."
         )
+
     if isinstance(seed_time, str):
         times = view_as_numpy(data[seed_time][torch.from_numpy(ids)])
     else:
         times = np.asarray(as_array(seed_time) if np.ndim(seed_time) else np.full(len(ids), seed_time))
+
     is_valid = times.dtype.kind in ("iu" if dtype == "int64" else "iuf")
     if times.shape != (len(ids),) or not is_valid:
         raise ConfigError(
@@ -114,6 +120,7 @@ def _read_keys(
             f"there are {len(ids)} {item}s and the times of the graph are {dtype}. Pass one "
             f"{dtype} number per {item}."
         )
+
     keys = to_keys(times.astype(dtype))
     if (keys == NEVER).any():
         position = int(np.argmax(keys == NEVER))
@@ -121,4 +128,5 @@ def _read_keys(
             f"the {item} {ids[position]} of type {kind!r} has no time ({times[position]}). "
             "Leave it out of the seeds, or pass seed_time=."
         )
+
     return keys

@@ -65,6 +65,7 @@ def _find_first_above(keys: Array, firsts: Array, lasts: Array, bounds: Array, o
         first = firsts[i]
         last = lasts[i]
         bound = bounds[i]
+
         # The processor guesses the branches and reads the next keys ahead, which is faster than selecting.
         while first < last:
             middle = (first + last) >> 1
@@ -72,6 +73,7 @@ def _find_first_above(keys: Array, firsts: Array, lasts: Array, bounds: Array, o
                 last = middle
             else:
                 first = middle + 1
+
         out[i] = first
 
 
@@ -85,6 +87,7 @@ def _find_ranges(csc: _TimedCsc, rows: Array, firsts: Array, lasts: Array) -> No
         row = np.uint64(nodes[i] - csc.first_node)
         firsts[i] = indptr[row]
         lasts[i] = indptr[row + np.uint64(1)]
+
     if len(csc.keys):
         _find_first_above(csc.keys, firsts, lasts, rows[2], lasts)
         if len(rows) > 3:
@@ -139,6 +142,7 @@ def _draw_positions(
             count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
         size = fanout if replace and count else min(fanout, count)
         indptr[i + 1] = indptr[i] + (count if fanout < 0 else size)
+
     positions = np.empty(indptr[-1], np.int64)
     bits = np.zeros((largest >> 6) + 1, np.uint64)
     for i in range(len(nodes)):
@@ -155,8 +159,10 @@ def _draw_positions(
         else:
             tree_stream = mix(stream ^ np.uint64(tree_keys[i]))
             draw_uniform(item_key(tree_stream, nodes[i]), count, replace, out, bits)
+
         for j in range(len(out)):
             out[j] = candidates[out[j]] if is_listed else firsts[i] + out[j]
+
     return indptr, positions
 
 
@@ -176,6 +182,7 @@ def _draw_rows(
     sources = np.empty(len(edges), np.int64)
     positions = csc.positions
     indices = csc.indices
+
     # Separate loops read many edges at once.
     if len(positions):
         for i in range(len(edges)):
@@ -197,6 +204,7 @@ def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder
         order = None if orders is None else orders.get(shard.first_node)
         positions, keys = (_NO_POSITIONS, NO_EDGES) if order is None else (order.positions, order.keys)
         csc = _TimedCsc(shard.indptr, shard.indices, positions, keys, shard.first_node, shard.first_edge)
+
         # Edges of types without times have no last ones.
         drawing = rule.replace, rule.takes_last and orders is not None
         excluded = merge_ids(exclude, more_exclude)
@@ -251,6 +259,7 @@ def _find_tree_starts(trees: Array, num_trees: int) -> Array:
         while next_tree <= trees[i]:
             starts[run, next_tree] = i
             next_tree += 1
+
     starts[run, next_tree:] = len(trees)
     return starts
 
@@ -289,6 +298,7 @@ def _number_sources(
     trees = grow_array(rows.trees, num_rows, num_rows + len(sources))
     row_starts = _find_tree_starts(rows.trees, num_trees)
     edge_starts = _find_tree_starts(destination_trees, num_trees)
+
     # The table of a tree is small enough for the processor's cache, unlike a table of the batch.
     num_slots = 2 * _find_largest_tree(row_starts, edge_starts, indptr)
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), num_slots)
@@ -313,6 +323,7 @@ def _number_sources(
                     trees[num_rows] = tree
                     num_rows += 1
                 numbers[edge] = numbers_in_table[slot]
+
     return numbers, TreeRows(nodes[:num_rows], trees[:num_rows])
 
 
@@ -353,6 +364,7 @@ class TreeSource:
             seeds = request.seeds[first:last]
             make_tree_keys(seeds, times[first:last], int(first_key), tree_keys[first:last])
             rows.append(TreeRows(seeds, np.arange(first, last)))
+
         columns = self._make_columns(tree_keys, times)
         node_ends = [[len(of_type.nodes) for of_type in rows]]
         pieces = []
@@ -368,6 +380,7 @@ class TreeSource:
                 )
                 pieces.append((in_edges.indptr, numbers, in_edges.edge_ids))
             node_ends.append([len(of_type.nodes) for of_type in rows])
+
         edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in pieces)])
         indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         nodes, tree_of_node = rows[0]
@@ -408,6 +421,7 @@ class TreeSource:
                 starts = np.zeros(len(nodes) + 1, np.int64)
                 waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
+
             requested = np.concatenate([nodes[None], columns[:, trees]])
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded = exclude.get(self._schema.etypes[relation], NO_EDGES)

@@ -95,6 +95,7 @@ class WeightFiles:
                 "%s gets the weights of epoch %d, because those of the best epoch, %s, no longer exist",
                 *(folder, epoch, best_epoch),
             )
+
         self.write(BEST_WEIGHTS, epoch)
 
 
@@ -153,6 +154,7 @@ class EarlyStopping:
             self._last, self.evaluations_since = score, 0
         else:
             self.evaluations_since += 1
+
         return True
 
     def resume(self, best: tuple[int | None, float | None], evaluations_since: int) -> None:

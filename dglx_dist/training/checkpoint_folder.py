@@ -57,6 +57,7 @@ def _check_state(path: Path, state: Any) -> None:
             f"{path} has version {state.get('version')}, but this package reads {VERSION}. Load it with the "
             "package that saved it, or start again without resuming."
         )
+
     numbers = [read_count(state[name]) for name in ("world_size", "epoch", "step")]
     typed = {"objects": {}, **state}
     wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]

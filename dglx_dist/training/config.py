@@ -68,6 +68,7 @@ def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
                 f"metric {name} is not one of {task}{suggest_name(name, allowed)}. Choose some of "
                 f"{', '.join(allowed)}, or another --task."
             )
+
     return metrics or allowed[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
 
@@ -239,15 +240,18 @@ def check_run(config: RunOptions) -> None:
         raise ConfigError(
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0. Set it to at least 1."
         )
+
     if config.warmup >= config.epochs and config.warmup:
         raise ConfigError(
             f"a warmup of {config.warmup} epochs does not fit in {config.epochs} epochs. Make it shorter."
         )
+
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError(
             f"tensorboard {config.tensorboard}: TensorBoard is not installed. Run `pip install "
             "'dglx_dist[tensorboard]'`, or leave it out, because metrics.jsonl has the same figures."
         )
+
     if config.resume and config.overwrite:
         raise ConfigError("resume needs the checkpoints that overwrite deletes. Use one of the two.")
 
@@ -308,6 +312,7 @@ class ModelConfig:
                 f"--model {self.model} has no --{' and --'.join(missing)}. {list_kinds('jk')} have --norm, "
                 "--residual and --jk, and rgcn has --norm and --residual."
             )
+
         is_wrong = has_option(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
         heads = ("heads", is_wrong, f"a divisor of --hidden {self.hidden}")
         has_no_use = not has_option(self.model, "teleport") and self.teleport != type(self).teleport
@@ -315,6 +320,7 @@ class ModelConfig:
         least = 3 if self.model == "rgcn" else 2  # the last layer of rgcn has no residual connection either
         residual = ("residual", self.residual and self.layers < least, f"with --layers {least} or more")
         check_values(self, [heads, teleport, residual])
+
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
@@ -498,6 +504,7 @@ class TrainConfig(RunOptions, ModelConfig):
             self._read_model_file(self.model_file)
         else:
             check_kind(self.model, (*KINDS, NO_ENCODER))
+
         if self.task != AUTO_TASK:
             list_metrics(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -517,10 +524,12 @@ class TrainConfig(RunOptions, ModelConfig):
             raise ConfigError(f"--model-file {model_file} must be FILE.py:NAME, like my_model.py:Model")
         if self.model not in ("sage", shown):
             raise ConfigError(f"--model-file {model_file} replaces --model {self.model}. Use one of the two.")
+
         try:
             digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError as error:
             raise ConfigError(f"--model-file {path} cannot be read: {error.strerror}") from None
+
         object.__setattr__(self, "model", shown)
         # It is set once, because copies of the record belong to the same run.
         object.__setattr__(self, "model_sha256", self.model_sha256 or digest)
@@ -571,11 +580,13 @@ class TrainConfig(RunOptions, ModelConfig):
                 yield name.replace("_", "-"), is_set, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another model without --task link: it has no layers"
             return
+
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
         if auto:
             raise ConfigError(
                 "--task link needs a named strategy like data_parallel, because auto tries batches of nodes"
             )
+
         yield from self._time_checks()
         width = "embeddings" if self.model == NO_ENCODER else "hidden"
         is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
@@ -636,4 +647,5 @@ def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
             f"--ranks {ranks} cannot be divided among --servers {servers}. "
             "Make the ranks a multiple of the servers."
         )
+
     return ranks // servers

@@ -118,9 +118,11 @@ def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduc
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
     NUM_TERMS.get(session).append(num_terms)
+
     # A rank without seeds has the weight 0 and no terms, so its gradient is 0.
     factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
     scaled = total * factor
+
     # The value is the mean over all ranks, while the gradient is that of this rank's terms.
     return scaled + ((loss_sum / num_terms if num_terms else 0.0) - scaled.detach())
 
@@ -172,6 +174,7 @@ class _Means(TorchFunctionMode):
             weight = None if weight is None else weight[known_terms]
         elif func not in (F.mse_loss, F.l1_loss):
             weight = None  # Torch divides such losses by the number of terms, even with weights.
+
         has_one_term_per_seed = known_terms.numel() == terms.numel() and len(terms) == self._num_seeds
         self.has_weighted_means |= weight is not None or not has_one_term_per_seed
         count = torch.tensor(float(known_terms.numel())) if weight is None else weight.sum()
@@ -218,11 +221,13 @@ class ExactMean:
             self._combines_ranks = bool(weighted.any())
             if not self._combines_ranks:
                 return self._loss(scores, labels)
+
         # Some ranks may compute fewer means, but the tensors must have the same size on all ranks.
         local_sums = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
         # Without means, the tensor of ``sums`` has the shape (0,), not (0, 2).
         local_sums[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
         global_sums = iter(sum_over_ranks(local_sums, self._session, phase=PHASE))
+
         # The second pass computes the means in the same order and replaces each by the mean over all ranks.
         with _Means(lambda total, _: _divide_sums(total, next(global_sums), self._session)):
             return self._loss(scores, labels)

@@ -126,6 +126,7 @@ def write_edges(
                 _write_file(partial / path, table.schema, table.to_batches(_EDGES_PER_GROUP))
             entry = {"source": source, "destination": destination}
             files.append({**entry, "path": path.as_posix(), "num_rows": len(table)})
+
         return files
 
     _write_folder(g.session, folder, overwrite, write_share)
@@ -141,6 +142,7 @@ def _edge_table(columns: Mapping[str, Tensor], ids: Mapping[str, pa.Array]) -> p
         array = pa.array((values[is_candidate] if is_list else values).numpy())
         array = ids[name].take(array) if name in ids else array
         arrays[name] = pa.ListArray.from_arrays(offsets, array) if is_list else array
+
     return pa.table(arrays)
 
 
@@ -200,6 +202,7 @@ def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> d
                 f"{label} is a {type(tensor).__name__}. Pass a DistTensor over all nodes, like the result of "
                 "layerwise_inference() or the weight of a DistEmbedding."
             )
+
         policy = tensor.part_policy
         owner = str(policy.type_name)
         if policy.kind != "node" or owner not in g.ntypes or len(tensor) != g.num_nodes(owner):
@@ -207,11 +210,13 @@ def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> d
                 f"{label} is partitioned as {policy.policy_str} and has {len(tensor)} rows, but it must have "
                 f"the nodes of this graph ({', '.join(g.ntypes)})"
             )
+
         if ntype not in (None, owner):
             raise ConfigError(f"{label} has the nodes of type {owner!r}. Use that key.")
         if math.prod(tensor.shape[1:]) == 0:
             raise ConfigError(f"{label} has shape {tuple(tensor.shape)}, but a row needs at least one value")
         tables[safe_name(owner) if is_mapping else ""] = tensor
+
     return tables
 
 
@@ -250,6 +255,7 @@ def _write_share(
             batches = (_make_batch(g, schema, columns, ids, classes) for ids in pieces)
             _write_file(partial / path, schema, batches)
         files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
+
     return files
 
 

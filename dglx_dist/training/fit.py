@@ -143,6 +143,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
                             callback(record)
                         advance.say(tracing.format_epoch(record))
             run.leave()
+
         account = {} if trainer is None else trainer.account()
         if account:
             advance.say(f"cost {account['text']}")

@@ -178,6 +178,7 @@ def check_updates(
             config.accumulate,
             current_session().strategy,
         )
+
     uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
     name = next((name for name, value in uses.items() if value is not None), None)
     if name and (model.overlaps_steps or sparse):
@@ -185,6 +186,7 @@ def check_updates(
         if sparse:
             obstacle = "embeddings have separate gradients"
         raise ConfigError(f"{name}={uses[name]} needs all gradients of a step, but {obstacle}. Leave it out.")
+
     if SCHEDULER in state:
         raise ConfigError(f"state has the name {SCHEDULER!r}, which scheduler= uses. Choose another name.")
     if scheduler is None:
@@ -194,6 +196,7 @@ def check_updates(
             f"a {type(scheduler).__name__} and schedule={config.schedule!r} with warmup={config.warmup} both "
             "set the learning rate. Use one of them."
         )
+
     if isinstance(scheduler, ReduceLROnPlateau):
         metric = config.metric[0] if config.metric else "accuracy"
         mode = "min" if metric in LESS_IS_BETTER else "max"

@@ -97,6 +97,7 @@ def list_layers(
                 f"layers={name!r}, but {class_name} has no list of layers of that name. Pass the name of its "
                 "nn.ModuleList, or one callable (block, h) -> h per layer."
             )
+
     steps = list(layers)
     if not steps:
         raise ConfigError(f"{class_name} has no layers to compute. Pass one callable per layer.")
@@ -122,6 +123,7 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
         items = list(enumerate(value))
     else:
         return {path: value}
+
     leaves: dict[Path, Any] = {}
     for key, item in items:
         leaves |= flatten(item, (*path, key))
@@ -142,6 +144,7 @@ def nest(leaves: Mapping[Path, T]) -> Any:
                 "requested node types. Return a dictionary, or request all types."
             )
         return tuple(nest(subtrees[index]) for index in range(len(subtrees)))
+
     return {key: nest(subtree) for key, subtree in subtrees.items()}
 
 
@@ -224,6 +227,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         names = chain(*names_by_type.values()) if isinstance(names_by_type, Mapping) else names_by_type
         columns = {str(name): data[name] for name in names if name in data}
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
+
     passes = [_make_pass(step) for step in steps]
     return _infer(module, g, 1, passes, rows, batch_size, ntypes, mask, edge_feats)
 
@@ -281,6 +285,7 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
                 for tensor in rows.values():
                     tensor.delete()
             rows = computed
+
     return nest(rows)
 
 
@@ -348,6 +353,7 @@ def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[P
             raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
         if len(tensor) != g.num_nodes(ntype):
             raise ConfigError(f"inputs has {len(tensor)} rows for {g.num_nodes(ntype)} nodes {ntype!r}")
+
     return rows
 
 
@@ -393,6 +399,7 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
     """
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
+
     # All ranks must know the shapes of the results before allocation, even those without nodes.
     ranges = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
     # A rank without nodes starts only types without any nodes, to find their shapes.
@@ -439,6 +446,7 @@ def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tenso
             if layouts.setdefault(tuple(path), layout) != layout:
                 expected = layouts[tuple(path)]
                 raise ConfigError(f"a layer returns {layout} at {path} on one rank and {expected} on another")
+
     if not layouts:
         raise ConfigError("a layer returns no rows for any node. It must return a row for each destination.")
     # All ranks allocate in the same order.
@@ -448,6 +456,7 @@ def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tenso
         policy = g.get_node_partition_policy(ntype)
         shape = (g.num_nodes(ntype), *row_shape)
         tensors[path] = DistTensor(shape, torch_dtype(dtype), part_policy=policy, is_gdata=False, graph=g)
+
     return tensors
 
 
@@ -508,10 +517,12 @@ def evaluate(  # noqa: PLR0913 - all optional
     metrics = list_metrics(task, metrics) if metrics else ()
     options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
     options["edge_feats"] = edge_feats
+
     if num_layers is None:
         results = layerwise_inference(model, g, **options, ntypes=[ntype])
     else:
         results = minibatch_inference(model, g, num_layers, **options, ntypes=[ntype])
+
     computed = flatten(results)
     try:
         outputs = [rows for path, rows in computed.items() if output is None or output in path]
@@ -527,6 +538,7 @@ def evaluate(  # noqa: PLR0913 - all optional
             missing = [name for name in metrics if name not in values]
             values |= measure(outputs[0], g, ntype, label, mask, task, missing)
             scores |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
+
         return scores
     finally:
         for rows in computed.values():
@@ -540,6 +552,7 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
     next(split_range((0, 0), options["batch_size"]), None)
+
     if options["num_layers"] is None:
         list_layers(gather_module(model), None, None)
     else:
@@ -561,17 +574,20 @@ def _resolve_masks(g: DistGraph, masks: Sequence[str] | None, label: str, ntype:
         if name not in data:
             columns = ", ".join(map(repr, data)) or "none"
             raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {columns})")
+
     for name in names:
         if data[name].dtype not in (torch.bool, torch.uint8) or data[name].ndim != 1:
             raise ConfigError(
                 f"{name!r} is {data[name].dtype} of shape {data[name].shape}, but a mask has a bool per "
                 "node. Convert it with column.bool() before dx.distribute."
             )
+
     if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
         raise ConfigError(
             f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "
             "number per node. Pass such a column as label=."
         )
+
     return names
 
 
@@ -596,6 +612,7 @@ def _measure_accuracy(
         for row, name in enumerate(names):
             inside = data[name][rows].bool() & (labels >= 0)
             counts[row] += torch.stack([(correct & inside).sum(), inside.sum()])
+
     totals = sum_over_ranks(counts, g.session, phase="metrics").tolist()
     return {name: hit / n if n else math.nan for name, (hit, n) in zip(names, totals, strict=True)}
 
@@ -637,12 +654,15 @@ def check_layers(
     blocks = [random_block(num_dst, num_src, 3 * num_dst, generator) for num_src, num_dst in pairwise(sizes)]
     graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
     graph.ndata[dgl.NID] = graph.nodes()
+
     for block in (*blocks, graph):
         for name, column in edges.items():
             rows = torch.rand(block.num_edges(), *column.shape[1:], generator=generator)
             block.edata[name] = rows.to(column.dtype)
+
     rows = torch.randn(sizes[0], width, generator=generator).to(weight)
     graphs = [graph.to(weight.device)] * len(steps)
+
     # A model takes one block per layer or one graph. The first kind that it runs on decides.
     for forward, batch in (
         (module, [block.to(weight.device) for block in blocks]),
@@ -653,10 +673,12 @@ def check_layers(
             forward_rows = _find_rows(module, forward, batch, inputs)
         except MODEL_ERRORS:
             continue
+
         try:
             step_rows = _find_rows(module, run_in_turn, batch, inputs)
         except MODEL_ERRORS as error:
             raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
+
         for depth, layer in enumerate(layers):
             a = forward_rows[id(layer)]
             b = step_rows[id(layer)]
@@ -665,6 +687,7 @@ def check_layers(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "
                     f"would be wrong; {_REMEDY}"
                 )
+
         return
 
 

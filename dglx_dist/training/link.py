@@ -125,6 +125,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
         raise ConfigError(
             f"{g.dataset.folder} has the edge types {names}. Choose types, as with --target {targets[0][1]}."
         )
+
     return targets
 
 
@@ -162,6 +163,7 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
             f"no edge of {', '.join(etype[1] for etype in targets[:3])} in {g.dataset.folder} is marked by "
             f"{TRAIN!r}. Mark edges in this mask, or name other edge types with --target."
         )
+
     _GENERATED_MASKS.setdefault(g, set()).update(unmasked)
     is_generated = _GENERATED_MASKS[g].issuperset(targets)
     reverse = {
@@ -178,6 +180,7 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
             _add_mask(g, etype, TRAIN, partial(_is_on_side, g, etype, 0))
         else:
             _add_mask(g, etype, TRAIN, _read_reverse_mask(g, etype, reverse[etype]))
+
     return is_generated
 
 
@@ -425,6 +428,7 @@ def score_pairs(
                     "pair graph. Return one row per node, in the order of the last block's destinations."
                 )
         h = torch.cat(pieces)
+
     indices = {etype: index for index, etype in enumerate(etypes)}
     relations = torch.tensor([indices[etype] for etype in merged.etypes], device=h.device)
     subject, objects = (h.index_select(0, ends) for ends in merged.ends)
@@ -452,9 +456,11 @@ class LinkModel(nn.Module):
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
                 "whole graph, which count validation and test edges. Use --model sage, sgc or gat."
             )
+
         self.encoder = encoder
         self.decoder = decoder
         self.etypes = list(etypes)
+
         # Without the bias, a dot product of trainable rows would have no weight.
         self.bias = nn.Parameter(torch.zeros(()))
 
@@ -607,6 +613,7 @@ class LinkEvaluation:
             sizes = zip(splits, num_global, strict=True)
             self._edges_by_split = {name: splits[name] for name, num_edges in sizes if num_edges}
             self._true_edges = self._find_true_edges(self._edges_by_split.values())
+
         module: Any = gather_module(model)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
         open_rows: Any = nullcontext(stored)
@@ -626,6 +633,7 @@ class LinkEvaluation:
                 random_ids = hash_ids(ids, stream_key(0, 1, relation)) % np.uint64(g.num_nodes(etype[2]))
                 columns = [np.full_like(u, relation), u, v, random_ids.astype(np.int64)]
                 columns_by_ntypes.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
+
         return {ntypes: np.concatenate(columns, 1) for ntypes, columns in columns_by_ntypes.items()}
 
     def _make_queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
@@ -661,6 +669,7 @@ class LinkEvaluation:
                 own_edges = np.stack([np.full_like(u, relation), u, v])
                 for query in self._make_queries((etype[0], etype[2]), own_edges):
                     answers.append(query[:, np.isin(make_keys(query), query_keys)])
+
         edges_of_all = np.concatenate(gather_arrays(np.concatenate(answers, 1).T.copy(), g.session))
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
@@ -678,6 +687,7 @@ class LinkEvaluation:
                 relation, u, *destinations = torch.from_numpy(edges).to(source.device)
                 pairs = [decoder(source[u], relation, destination[v]).cpu() for v in destinations]
                 scores.append(torch.stack(pairs))
+
             return torch.cat(ranks), torch.cat(scores, 1)
 
         session = self.g.session
@@ -756,12 +766,14 @@ def link_loader(
             f"a model without encoder passes no messages, but strategy {g.session.strategy!r} computes rows "
             "of all nodes in each step. Use --strategy data_parallel, or a --model other than none."
         )
+
     if fanouts is None:
         sampler = dgl.dataloading.NeighborSampler([0])  # one block without edges
     else:
         types = g.ntypes if inputs is None else inputs.feature_widths
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
         sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
+
     if fanouts is not None and excludes_edges:
         options |= {"exclude": "reverse_id", "reverse_eids": _find_opposite_edges(g, targets)}
     elif fanouts is not None and g.session.topology.rank == 0:
@@ -770,6 +782,7 @@ def link_loader(
             "Strategy data_parallel leaves the edges of each batch out.",
             g.session.strategy,
         )
+
     return opened.edge_loader(eids, sampler, batch_size=batch_size, shuffle=True, **options)
 
 

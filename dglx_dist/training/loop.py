@@ -197,6 +197,7 @@ class TrainingRun:
             if extra is not None and str(Progress(extra).best) == str(saved.best):
                 return True
             reason = f"but {folder} does not have its weights"
+
         self._log_warning("epoch %d was the best, %s. Only later epochs are compared.", best_epoch, reason)
         return False
 
@@ -265,6 +266,7 @@ class TrainingRun:
             step = self._step
             loaded = checkpoint.load(path, model=step.model, sparse=step.sparse, random_state=False)
             scores = Progress(loaded.extra)
+
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch
 
@@ -420,6 +422,7 @@ class TrainingRun:
         is_best = self.result.best_epoch == epoch
         if is_best and self._writer is not None and self._config.patience:
             return True
+
         # A resumed run saves at its end even without regular checkpoints. Otherwise the checkpoint that it
         # began with would remain its newest one.
         if is_last and self._saved_at is not None:
@@ -458,6 +461,7 @@ class TrainingRun:
             accuracy = {name: value for name, value in scores.items() if name.endswith("_mask")}
             val_accuracy = accuracy.get(VALIDATION, metrics.get("val_accuracy"))
             record = replace(record, metrics=metrics, val_accuracy=val_accuracy)
+
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
 
         validation_score = metrics.get(f"val_{self._deciding_metric}", accuracy.get(VALIDATION))
@@ -465,6 +469,7 @@ class TrainingRun:
             self._check_patience()
         else:
             self._note_score(record.epoch, validation_score)
+
         return record
 
     def _note_score(self, epoch: int, score: float) -> None:
@@ -603,6 +608,7 @@ def train_pass(
     ledger_before = session.ledger.snapshot()
     losses: list[StepLoss] = []
     begin_s = time.perf_counter()
+
     for batch in loader:
         # Steps are numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
@@ -670,6 +676,7 @@ def _train_step(
         with span("backward"):
             loss = step.accumulation.weigh(step_loss.loss)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate this
+
     if not is_last:
         return step_loss
 
@@ -680,6 +687,7 @@ def _train_step(
         step.optimizer.step()
         for sparse_optimizer in step.sparse:
             sparse_optimizer.step()
+
     return step_loss
 
 

@@ -56,6 +56,7 @@ def f1(
             _check_pair(predicted, label, "labels")
             truth = label.to(torch.bool)
             return torch.stack([rows.sum(0) for rows in (predicted & truth, predicted, truth)])
+
         classes = _as_classes(predicted, label)
         class_rows = (label[classes == label], classes, label)
         class_counts = [torch.bincount(rows, minlength=num_classes) for rows in class_rows]
@@ -69,6 +70,7 @@ def f1(
         hit = hit.sum()[None]
         positive = positive.sum()[None]
         true = true.sum()[None]
+
     occurs = (positive + true) > 0
     if not bool(occurs.any()):
         return math.nan
@@ -228,6 +230,7 @@ class KnownEdges:
         subjects = _read_ids(subject, "subject")
         relations = _read_ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
+
         # The key of an unknown larger subject would belong to the next relation.
         keys[subjects >= self._num_subjects] = -1
         starts = np.searchsorted(self._keys, keys, side="left")
@@ -302,9 +305,11 @@ def rank_of_answer(
         ranks[queries] = _compute_ranks(positive, negatives).cpu()
         if after is not None:
             after(positive, negatives)
+
         # The first query is scored alone, because only its scores tell the number of candidates.
         start = start + batch_size
         batch_size = max(1, max_scores // max(1, scores.shape[1]))
+
     return ranks
 
 
@@ -342,6 +347,7 @@ def _remove_known(
         raise ConfigError(f"answer {largest} is beyond the {scores.shape[1]} candidates. Score all of them.")
     rows = torch.arange(len(scores), device=scores.device)
     positive = scores[rows, columns]
+
     # NaN is neither above nor equal to any score, so these columns do not count.
     if known_answers is not None:
         scores[known_answers[0].to(scores.device), known_answers[1].to(scores.device)] = math.nan

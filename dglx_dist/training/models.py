@@ -146,6 +146,7 @@ class Layered(nn.Module, ABC):
                 f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}. "
                 "Use one fan-out per layer in the sampler."
             )
+
         for layer, block in zip(self.inference_layers(), blocks, strict=True):
             h = layer(block, h)
         return h
@@ -227,6 +228,7 @@ class ResGCN(Layered):
             h = residual(h)
         else:
             h = checkpoint(residual, h, use_reentrant=False)
+
         if depth == self.num_layers - 1:
             return self.decoder(self._activate(h, depth + 1))
         return h
@@ -295,6 +297,7 @@ class Stack(Layered):
         self.num_layers = len(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation, self._jk = activation, jk
+
         # Norms follow the layers, because a norm before the first layer would be split with it.
         norm_widths = widths[1:-1] if norm == "layer" else ()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in norm_widths)
@@ -303,6 +306,7 @@ class Stack(Layered):
             for in_dim, out_dim in list(pairwise(widths))[1 : len(convs)]:
                 is_same = in_dim == out_dim
                 self.skips.append(nn.Identity() if is_same else nn.Linear(in_dim, out_dim, bias=False))
+
         self.head = None
         if jk != "none":
             head_width = sum(widths[1:-1]) if jk == "cat" else widths[-2]
@@ -430,6 +434,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
             f"model {kind!r} takes no {' and no '.join(unsupported)}, because only {list_kinds('jk')} have "
             "norm, residual and jk. Remove these options."
         )
+
     if has_option(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}. Choose another number of heads.")
     options = {"heads": heads, "graph": graph, "teleport": teleport, **between}

@@ -44,6 +44,7 @@ def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], d
             "kind": type(stateful).__name__,
             "value": _encode(f"state[{name!r}]", name, stateful.state_dict(), tensors),
         }
+
     return tensors, values
 
 
@@ -57,6 +58,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
         key = f"{name}/{len(tensors)}"
         tensors[key] = value
         return {"tensor": key}
+
     if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
         return value.item()
     if value is None or type(value) in (bool, int, float, str):
@@ -67,6 +69,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
                 raise CheckpointError(f"{path} has a key {key!r} of type {type(key).__name__}. Use strings.")
         entries = [[key, _encode(f"{path}[{key!r}]", name, item, tensors)] for key, item in value.items()]
         return {"mapping": class_name, "items": entries}
+
     if isinstance(value, list | tuple | set) and _SEQUENCES.get(class_name) is type(value):
         entries = [_encode(f"{path}[{index}]", name, item, tensors) for index, item in enumerate(value)]
         return {"sequence": class_name, "items": entries}
@@ -100,6 +103,7 @@ def select_values(
             f"{path} has state of {sorted(saved[0]) or 'no objects'}, but state= has {sorted(objects)}. Pass "
             "the objects of the saved run under the same names."
         )
+
     if "per_rank" in entry:
         size = session.topology.world_size
         if len(saved) != size or entry["strategy"] != session.strategy:
@@ -108,12 +112,14 @@ def select_values(
                 f"{entry['strategy']!r}. Load it on as many ranks, with that strategy (not on {size} ranks "
                 f"with {session.strategy!r})."
             )
+
     values: Mapping[str, Any] = saved[session.topology.rank if "per_rank" in entry else 0]
     for name, stateful in objects.items():
         if (kind := type(stateful).__name__) != values[name]["kind"]:
             raise CheckpointError(
                 f"state[{name!r}] of {path} is a {values[name]['kind']}, not a {kind}. Build the same object."
             )
+
     return values
 
 
@@ -162,6 +168,7 @@ def check_optimizer(
         raise CheckpointError(
             f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load no optimizer."
         )
+
     names = _name_parameters(optimizer, module)
     groups = optimizer.state_dict()["param_groups"]
     current = [sorted(names[position] for position in group["params"]) for group in groups]
@@ -172,6 +179,7 @@ def check_optimizer(
             f"parameter group {group_index} of the optimizer has other parameters than in the checkpoint. "
             "Build it from the same parameters."
         )
+
     unknown = {_parameter_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(
         chain.from_iterable(saved_groups)
     )
@@ -198,11 +206,13 @@ def join_optimizer(
         # The values are only needed if the tensor is not split like the parameter.
         values = None if value.shape == pieces[_parameter_name(path)].shape else value.tolist()
         own_tensors[path] = {"dtype": format_dtype(value), "values": values}
+
     described: dict[str, Any] = {}
     for rank_state in reversed(gather_json({"tensors": own_tensors, "scalars": scalars}, session)):
         assert isinstance(rank_state, dict)
         described |= rank_state["tensors"]
         scalars |= rank_state["scalars"]
+
     joined = {path: value for path, value in tensors.items() if path not in piece_tensors}
     # Each join is collective, so every rank goes through them in the same order.
     for path in sorted(described):
@@ -215,6 +225,7 @@ def join_optimizer(
         if piece is None:
             piece = torch.zeros_like(pieces[_parameter_name(path)], dtype=dtype, requires_grad=False)
         joined[path] = model.join_state(_parameter_name(path), piece)
+
     return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
 
 
@@ -246,6 +257,7 @@ def split_optimizer(
                 tensors[f"{names[position]}/{key}"] = value
             else:
                 scalars[names[position]][key] = _to_json(f"{names[position]}/{key}", value)
+
     groups = [
         {key: _to_json(key, value) for key, value in group.items() if key != "params"}
         | {"params": [names[position] for position in group["params"]]}
@@ -276,6 +288,7 @@ def build_optimizer_state(
         # by position.
         groups.append(values | {"params": current_group["params"]})
         _check_group(optimizer, len(groups) - 1, values, state)
+
     return {"state": state, "param_groups": groups}
 
 
@@ -300,11 +313,13 @@ def _check_group(
         kind = bool if isinstance(group.get(key), bool) else float | int | Tensor
         if isinstance(group.get(key), bool | float) and not isinstance(value, kind):
             raise ValueError(f"{key!r} of the optimizer is {value!r}")
+
     if "lr" in group and not 0 <= float(values["lr"]) <= _LARGEST:
         raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
     is_known = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
     if not is_known or type(optimizer) is torch.optim.LBFGS:
         return
+
     # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
     probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in group["params"]}
     for parameter in probes.values():
@@ -318,6 +333,7 @@ def _check_group(
     except Exception as error:
         kind = type(optimizer).__name__
         raise ValueError(f"{kind} does not take the saved settings: {error}") from error
+
     for position, parameter in zip(positions, group["params"], strict=True):
         saved = state.get(position) or {}
         for key, example in probe.state[probes[parameter.dim()]].items() if saved else ():

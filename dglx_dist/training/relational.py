@@ -66,12 +66,14 @@ class EntityInputs:
                     f"the embedding of {ntype!r} has {len(embedding.weight)} rows for {g.num_nodes(ntype)} "
                     "nodes. Create it with num_embeddings=g.num_nodes(ntype)."
                 )
+
         for ntype in g.ntypes:
             if ntype not in self._embeddings and feature not in g.nodes[ntype].data:
                 raise ConfigError(
                     f"nodes of type {ntype!r} have no tensor {feature!r}. Add a DistEmbedding for them with "
                     f"embeddings={{{ntype!r}: ...}}."
                 )
+
         for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
                 raise ConfigError(f"{feature!r} of {ntype!r} must be (N, F), not {tuple(tensor.shape)}")
@@ -145,6 +147,7 @@ def _merge_types(
         sources.append(torch.where(u < num_dst[source], index_of_dst, index_of_other))
         destinations.append(v + first_dst[destination])
         edge_types.append(torch.full_like(u, index))
+
     num_src = total_dst + sum(num_other.values())
     ends = torch.cat(destinations), torch.cat(sources)
     merged = create_block("coo", *ends, num_src=num_src, num_dst=total_dst)
@@ -203,6 +206,7 @@ class RelationalModel(Layered):
                 f"widths and layers must be at least 1, but are hidden={hidden}, layers={layers}, "
                 f"feature_widths={dict(feature_widths)}"
             )
+
         # Sorted, because DGLGraph and DistGraph list types in different orders.
         self.ntypes = tuple(sorted(graph.ntypes))
         self.etypes = tuple(sorted(graph.canonical_etypes))
@@ -227,10 +231,12 @@ class RelationalModel(Layered):
                     f"layer {depth} was not given the rows of node type {ntype!r}. Pass the rows of all node "
                     f"types ({', '.join(self.ntypes)})."
                 )
+
         if depth:
             rows = self.apply_layer(depth, block, _complete_sources(block, rows))
         else:
             rows = self.apply_first_layer(block, rows)
+
         if depth == self.num_layers - 1:
             rows = {ntype: type_rows for ntype, type_rows in rows.items() if ntype in self.out_types}
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
@@ -250,6 +256,7 @@ class RelationalModel(Layered):
                 f"rows of {ntype!r} have width {rows.shape[1]} and no projection. Use an embedding of width "
                 f"{self.hidden}, or set the width in feature_widths."
             )
+
         return rows
 
 
@@ -316,6 +323,7 @@ class RGCN(RelationalModel, SplitsTypes):
                 f"num_bases={num_bases} must be at least 1 and needs a distinct relation name per edge type "
                 f"(there are {len(relations)} types of {len(set(relations))} names)"
             )
+
         widths = [hidden] * layers + [out_dim]
         self.weights = nn.ParameterList()
         self.own = nn.ModuleList()
@@ -328,10 +336,12 @@ class RGCN(RelationalModel, SplitsTypes):
                 for weight in weights:
                     nn.init.xavier_uniform_(weight)
                 self.weights.append(nn.Parameter(weights))
+
             linears = {make_module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes}
             self.own.append(nn.ModuleDict(linears))
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
+
         self.dropout = nn.Dropout(dropout)
         self._residual = residual
         self.norms = nn.ModuleList(
@@ -370,6 +380,7 @@ class RGCN(RelationalModel, SplitsTypes):
                 # Zeros have the dtype of products too, because autocast chooses it.
                 product = product.new_zeros(count, linear.out_features)
             own_rows.append(product)
+
         rows = torch.cat(own_rows)
 
         ntypes = [ntype for ntype in self.ntypes if ntype in h]
@@ -397,6 +408,7 @@ class RGCN(RelationalModel, SplitsTypes):
             norms: Any = self.norms[depth]
             by_type = _split_by_type(rows, num_dst).items()
             rows = torch.cat([norms[make_module_name(ntype)](x) for ntype, x in by_type])
+
         keys = make_type_keys(block.dstnodes, list(num_dst))
         return _split_by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 
@@ -436,6 +448,7 @@ class RgcnStages(SplittableConv):
             used_names += [name for name, _ in model.bases[0].named_parameters("bases.0")]
         else:
             used_names.append("weights.0")
+
         self.shared = tuple(name for name in used_names if name not in self.cut)
 
     @property
@@ -463,6 +476,7 @@ class RgcnStages(SplittableConv):
                 h[ntype] = F.linear(end.x, linear.weight, linear.bias if end.is_own else None)
             elif end.is_own:
                 h[ntype] = model.project_rows(ntype, end.x)
+
         num_dst = model.count_destinations(0, inputs.block)
         rows = model.sum_relations(0, inputs.block, h, num_dst, bias=False)
         return torch.split(rows, list(num_dst.values()))
@@ -508,6 +522,7 @@ def _merge_relations(
         sources.append(indices + first_src[source])
         degrees.append(degree[pairs])
         targets.append(pairs + first_dst[destination])
+
     if not sizes:
         return None
 

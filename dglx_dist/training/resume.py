@@ -55,6 +55,7 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
         # A first start with ``overwrite`` replaces the checkpoints, so they need not be readable.
         if num_restarts or not config.overwrite:
             extra = checkpoint.read_extra(checkpoints)
+
     if extra is not None and not config.resume:
         # A restart resumes from checkpoints of its launch. It only replaces those of earlier runs.
         is_same_launch = extra.get(LAUNCH) == launch
@@ -97,6 +98,7 @@ def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> s
         # The texts of two NaN values are equal, but the values are not.
         if json.dumps(saved_facts[name]) != json.dumps(value):
             changes.append(f"{name}: {saved_facts[name]} -> {value}")
+
     return shorten_list(changes, most=4)
 
 
@@ -159,6 +161,7 @@ def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimiz
         for name, value in group.items():
             if name != "params":
                 facts[f"optimizer.{number}.{name}"] = _to_json_value(value)
+
     return facts
 
 

@@ -53,6 +53,7 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
     is_real = column.dtype.is_floating_point
     width = math.prod(shape)
     is_row = len(shape) <= 1
+
     # A single column of real numbers is a regression by default, even if all of them are 0 or 1.
     can_be_binary = len(shape) == 1 and not (is_real and width == 1)
     if requested != AUTO_TASK:
@@ -70,12 +71,14 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
             f"--task {requested}: classification needs one whole number per node, multilabel (N, C) values "
             "of 0 and 1, regression numbers. Choose another task, or partition with other labels."
         )
+
     task = candidates[0]
     if task == REGRESSION and g.dataset.manifest.class_names.get(ntype):
         raise ConfigError(
             f"the labels {label!r} are classes with names, which do not fit --task regression. Remove it, "
             "or partition with numbers as labels, written with a decimal point like 7.0."
         )
+
     if task == CLASSIFICATION:
         _check_classes(g, ntype, label, is_guess=requested == AUTO_TASK)
     return task, 0 if task == CLASSIFICATION else width
@@ -94,6 +97,7 @@ def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> N
         num_nodes = int(sum_over_ranks(count, g.session, phase=metrics.PHASE))
         minimum = _CLASSES_OF_FEW
         nodes = "training nodes"
+
     if classes > max(num_nodes, minimum):
         raise ConfigError(
             f"the labels {label!r} reach {classes - 1}: {classes} classes for {num_nodes} {nodes}. For "
@@ -253,6 +257,7 @@ def measure(
         if task == CLASSIFICATION:
             is_counted = is_counted & (labels >= 0)
         pieces.append((scores[rows][is_counted], labels[is_counted]))
+
     mask_scores, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
     return {name: _compute_metric(name, mask_scores, truth, g.session, task) for name in names}
 
@@ -278,6 +283,7 @@ def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session,
             # The second class is the positive one. The first would count the same pairs again.
             probabilities = probabilities[:, 1:]
             truth = truth[:, 1:]
+
     score_metric = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
     return score_metric(probabilities, truth, session)
 
@@ -301,6 +307,7 @@ def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype:
         name = "rmse"
         is_poor = values["test_rmse"] > 0.9 * guess > 0
         reason = "the standard deviation of the labels. Train longer, or with another --lr"
+
     if is_poor and g.session.topology.rank == 0:
         value = values[f"test_{name}"]
         is_better = value < guess if name in LESS_IS_BETTER else value > guess
@@ -414,6 +421,7 @@ class LinkPrediction:
             negatives = _group_negatives(negative, pairs, negative_pairs)
             loss = self.pair_loss(positive, negatives)
             is_correct = (positive[:, None] > negatives).all(1)
+
         return StepLoss(loss=loss, num_targets=len(positive), num_correct=is_correct.sum())
 
 
@@ -433,6 +441,7 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
                 f"{total} in total, but pair_loss needs as many for each edge. Use dx.negative.Uniform(k) "
                 "or InBatch(k) with batches of more than k edges of each type."
             )
+
     return negative.view(total, per_edge)
 
 

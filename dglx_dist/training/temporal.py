@@ -90,6 +90,7 @@ class TemporalLinks:
                 f"no edge has a time up to {split_times[0]}, so there is none to train on. Choose a later "
                 "first time of --split-time."
             )
+
         self._loaders: dict[str, DistEdgeDataLoader] = {}
 
     def train_loader(
@@ -116,10 +117,12 @@ class TemporalLinks:
                 candidates = Uniform(_NUM_CANDIDATES, "tail")
                 options = self._describe_loader(split, candidates)
                 self._loaders[split] = DistEdgeDataLoader(self.g, **options, batch_size=256)
+
             with evaluating(module):
                 positive, negative = self._score(module, self._loaders[split])
             values = {name: self._compute_metric(name, positive, negative) for name in self.metrics}
             metrics |= {f"{split.removesuffix('_mask')}_{name}": value for name, value in values.items()}
+
         return metrics
 
     def _check_times(self) -> str:
@@ -170,6 +173,7 @@ class TemporalLinks:
         """Return the (Q,) scores of this rank's edges, and the (Q, K) scores of their candidates."""
         positives = [torch.empty(0)]
         negatives = [torch.empty(0, _NUM_CANDIDATES)]
+
         # All evaluations rank the same candidates from the same trees.
         loader.set_epoch(0)
         for _, pairs, negative_pairs, blocks in loader:  # type: ignore[misc]  # there are negatives
@@ -177,6 +181,7 @@ class TemporalLinks:
             positive, negative = module(blocks, rows, pairs, negative_pairs)
             positives.append(positive.cpu().float())
             negatives.append(negative.cpu().float().view(-1, _NUM_CANDIDATES))
+
         return torch.cat(positives), torch.cat(negatives)
 
     def _compute_metric(self, name: str, positive: Tensor, negative: Tensor) -> float:
@@ -187,6 +192,7 @@ class TemporalLinks:
             scores = torch.cat([positive, negative[:, 0]])
             labels = torch.cat([torch.ones(len(positive)), torch.zeros(len(positive))]).long()
             return compute(scores, labels, session)
+
         is_above = (negative > positive[:, None]).sum(1)
         is_equal = (negative == positive[:, None]).sum(1)
         ranks = (1 + is_above + is_equal / 2).double()

@@ -61,6 +61,7 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
     timeline = session.timeline
     steps = 0
     check_trace(path, session)
+
     # The traces of an earlier failed run would be misleading beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(rank_path(path, session.topology.rank)))
 
@@ -80,6 +81,7 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
         timeline.on = False
         _write_part(path, _build_trace([_collect_spans(session, clock)], steps, num_steps, session), session)
         raise
+
     run_on_all_ranks(
         session, lambda: write_trace(path, _build_trace(ranks, steps, num_steps, session)) if ranks else None
     )
@@ -106,6 +108,7 @@ def _gather_spans(local_spans: RankSpans, session: Session) -> list[RankSpans]:
         if session.topology.rank == 0:
             spans = tuple(Span(**span) for span in rank_spans["spans"])
             ranks.append(RankSpans(**rank_spans | {"spans": spans}))
+
     return ranks
 
 

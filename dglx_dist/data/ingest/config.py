@@ -104,6 +104,7 @@ def named_files(entry: Fields, key: str) -> FileSet:
                 "give "
                 'format: {"name": ...}, one of csv, parquet'
             )
+
     if len(name_by_suffix) > 1:
         raise entry.field_error(key, f"files of one format ({', '.join(FORMATS)})")
     return FileSet(paths=paths, format=next(iter(name_by_suffix)))
@@ -242,6 +243,7 @@ def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
         raise entry.error(
             "custom_split_filenames cannot split edges; give split_pct, or a column of the table"
         )
+
     return TypeSpec(
         kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
@@ -265,6 +267,7 @@ def _parse_features(entry: Fields) -> tuple[FeatureSpec, ...]:
                 f"the features {name!r} form one tensor and need one out_dtype, but they have "
                 f"{', '.join(sorted(map(str, dtypes)))}"
             )
+
     return features
 
 
@@ -286,6 +289,7 @@ def _parse_feature(entry: Fields) -> FeatureSpec:
             f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
             "table beforehand"
         )
+
     form.reject_unknown(("name", *keys))
     settings = {key: form.raw_value(key) for key in keys if form.has(key)}
     return FeatureSpec(columns=columns, name=name, transform=transform, settings=settings, dtype=dtype)
@@ -316,6 +320,7 @@ def _parse_label(parent: Fields) -> LabelSpec | None:
             files[name] = FileSet(paths=_find_paths(form, name), format="lines")
         else:
             files[name] = named_files(form, name)
+
     if not files:
         raise form.error("it names no file; give train, valid or test")
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
@@ -339,6 +344,7 @@ def _check_types(config: IngestConfig) -> None:
             raise ConfigError(
                 f"{config.path}: the type {kind!r} is described twice; list its files in one entry"
             )
+
     for source, relation, destination in relations:
         for ntype in (source, destination):
             if ntype not in names:

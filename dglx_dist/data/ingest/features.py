@@ -69,6 +69,7 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
             for key, value in spec.settings.items()
         }
         result.append(cls(column, Fields(settings, f"{spec.transform} of the column {column!r}")))
+
     return tuple(result)
 
 
@@ -147,12 +148,14 @@ class MaxMin(_Scaled):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
                 self._statistics[key] = clip(self._statistics[key], bound)
+
         low = self._statistics["min_val"]
         high = self._statistics["max_val"]
         if (high <= low).any():
             reason = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
             reason = f"{reason}, so max_min_norm would divide by 0"
             raise column_error(where, self.column, f"{reason}; leave it out")
+
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, rows: TableColumn) -> Array:
@@ -228,6 +231,7 @@ class Categorical(Transform):
             lists = pc.fill_null(pc.split_pattern(texts, self._separator), [])
             row_of = np.repeat(row_of, as_numpy(pc.list_value_length(lists)))
             texts = lists.flatten()
+
         is_text = pc.not_equal(pc.fill_null(texts, ""), "")
         return row_of[as_numpy(is_text)], texts.filter(is_text)
 
@@ -323,6 +327,7 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
             raise columns.error(f"holds {rows.dtype}, but the first row {info.dtype}; give out_dtype", 0)
         return rows.astype(info.dtype, copy=False)
+
     with np.errstate(over="ignore"):
         stored = rows.astype(info.dtype, copy=False)
     overflows = ~np.isfinite(stored).all(axis=1)
@@ -330,4 +335,5 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
         row = find_first_true(overflows)
         value = rows[row][~np.isfinite(stored[row])][0]
         raise columns.error(f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale it", row)
+
     return stored

@@ -67,6 +67,7 @@ def _ingest_nodes(
             ids = parse_ids(piece.columns[column], is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
+
     num_nodes = rows.num_rows
     step = output.budget.batch // 8
     id_map = IdMap(
@@ -119,6 +120,7 @@ def _ingest_edges(
         folder = output.work / f"end{len(end_spills)}"
         end_spills.append(ids[ntype].find(rows.table, column, f"the {ntype!r} nodes", folder))
         output.advance(1)
+
     ends = (end_spills[0], end_spills[1])
     sizes = ids[spec.kind[0]].num_nodes, ids[spec.kind[2]].num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
@@ -215,16 +217,19 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         nodes = {}
         ids = {}
         edges = {}
+
         for i, node in enumerate(config.nodes):
             scoped = replace(output, work=work / f"nodes{i}")
             result = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=scoped)
             nodes[node.kind], ids[node.kind] = result
             advance.say(f"{nodes[node.kind].num_rows} nodes {node.kind!r}")
+
         for i, edge in enumerate(config.edges):
             scoped = replace(output, work=work / f"edges{i}")
             reverse_type = reverse.get(edge.kind)
             edges[edge.kind] = _ingest_edges(edge, ids, reverse=reverse_type, seed=plan.seed, output=scoped)
             advance.say(f"{edges[edge.kind].num_rows} edges {':'.join(edge.kind)}")
+
         description = copy.deepcopy(dict(config.raw))
         for entry, node in zip(description["nodes"], config.nodes, strict=True):
             _add_settings(entry, node.features, nodes[node.kind].settings)
@@ -233,6 +238,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         manifest = _make_manifest(plan, reverse, output, nodes, ids, edges, description)
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, out, plan.overwrite)
+
     return Ingested(manifest=manifest, description=description, peak_bytes=peak_bytes())
 
 
@@ -269,6 +275,7 @@ def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
                 f"{config.path}: reverse edges of {etype} would be {reverse_type}, which is described "
                 "already; leave --add-reverse-edges out"
             )
+
     return reverse
 
 

@@ -89,6 +89,7 @@ class IdMap:
                 node_numbers.append(nodes_of_rows)
             else:
                 self.add(ids, piece.row, folder / "lookups")
+
         if not self.is_range:
             scatter = ScatteredRows(folder / "rows", table.num_rows, np.int64, memory=self._memory)
             for bucket in range(self._num_buckets):
@@ -100,11 +101,13 @@ class IdMap:
                     record_unknown(is_unknown, rows, ids)
                     if nodes is not None:
                         scatter.put(rows[~is_unknown], nodes[positions.drop_null().to_numpy()])
+
                 (folder / "lookups" / str(bucket)).unlink(missing_ok=True)
                 del nodes, known_ids
                 release_memory()
             for nodes_of_rows in scatter.chunks():
                 node_numbers.append(nodes_of_rows)
+
         if unknown:
             row, unknown_id, _ = min(unknown, key=lambda item: item[0])
             path, row_in_file = table.locate(row)
@@ -114,6 +117,7 @@ class IdMap:
                 f"(rows of {column!r} with unknown ids: {count})"
             )
             raise column_error(str(path), column, message, row_in_file)
+
         return node_numbers
 
     def _find_buckets(self, ids: Any) -> Array:

@@ -60,6 +60,7 @@ class Labels:
             before = "numbers" if rows.is_text else "texts"
             raise rows.error(f"holds {rows.values.type}, but an earlier file holds {before}; use one type")
         self._is_text = rows.is_text
+
         if rows.is_text:
             texts = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
             add_texts(self._texts, texts, rows, "check whether it is a name, or a task of regression")
@@ -79,12 +80,14 @@ class Labels:
                 self._class_names = pa.array(names, pa.large_string())
                 self.names = tuple(names)
                 warn_of_unknown(names, where, self.column)
+
         if self._largest < 0:
             raise column_error(where, self.column, "has no label in any row; leave labels out")
         if self._largest >= MAX_CLASSES:
             problem = f"has the label {self._largest}, which needs more than {MAX_CLASSES} classes"
             remedy = "check whether it is an id, or a task of regression"
             raise column_error(where, self.column, f"{problem}; {remedy}")
+
         self.num_classes = self._largest + 1
 
     def codes(self, rows: TableColumn) -> Array:
@@ -98,6 +101,7 @@ class Labels:
             empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
             numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
             return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
+
         if not rows.is_text:
             return _read_integers(rows)
         texts = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
@@ -105,6 +109,7 @@ class Labels:
             numbers = texts.cast(pa.float64())
         else:
             numbers = pc.index_in(texts, value_set=self._class_names, skip_nulls=True)
+
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
@@ -145,6 +150,7 @@ def draw_split_codes(
             f"split_pct of {num_labelled} labelled rows is not supported, only fewer than {_MAX_DRAWN}; name "
             "nodes in custom_split_filenames, or leave the labels out and split when training"
         )
+
     sizes = _count_shares(num_labelled, shares)
     remaining = np.array([*sizes, num_labelled - sum(sizes)], np.int64)
     random = np.random.Generator(np.random.PCG64(seed))
@@ -158,6 +164,7 @@ def draw_split_codes(
             remaining -= counts
             block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
             unused_codes = np.concatenate([unused_codes, random.permutation(block)])
+
         codes = np.full(len(piece), NO_SPLIT, np.uint8)
         codes[piece] = unused_codes[:num_codes]
         unused_codes = unused_codes[num_codes:]
@@ -190,6 +197,7 @@ def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memo
         for numbers in nodes.chunks(memory // 64 + 1):
             codes.put(numbers, np.full(len(numbers), code, np.uint8))
         num_unseen += nodes.num_rows
+
     for piece in codes.chunks():
         num_unseen -= int(np.count_nonzero(piece != NO_SPLIT))
         yield piece
@@ -264,6 +272,7 @@ class TypeRows:
                 self.labels.scan(piece.columns[self.labels.column])
             yield piece
             self.num_rows += piece.num_rows
+
         where = str(self.spec.files.paths[0])
         spec = self.spec
         if not self.num_rows and (isinstance(spec.kind, str) or spec.features or spec.label):
@@ -292,6 +301,7 @@ class TypeRows:
             spilled_labels = Spill(self._output.work / "labels", labels.dtype, codes)
             info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
             self._write_column(LABEL, info, reorder(spilled_labels.chunks(self._rows_per_chunk), info))
+
         if self.spec.label is not None:
             row_codes = self._find_split_codes(self.spec.label, spilled_labels, seed, ids)
             path = self._output.work / "stored_codes"
@@ -326,6 +336,7 @@ class TypeRows:
             owner = f"{paths[0]}{' ...' if len(paths) > 1 else ''}"
             folder = self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
+
         row_codes = Spill(self._output.work / "codes", np.uint8, codes)
         first_row = 0
         for has_label, code in zip(
@@ -338,6 +349,7 @@ class TypeRows:
                 message = f"no label, but the row is in the {split} split; leave it out of that split"
                 raise column_error(str(path), str(label.column), message, row)
             first_row += len(code)
+
         return row_codes
 
     def _find_labelled(self, labels: Spill | None) -> Iterator[Array]:

@@ -113,6 +113,7 @@ def _count_remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tupl
         for (src_type, _, dst_type), (src, dst) in graph.edges.items():
             _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, remote)
         _count_bits(readers, first_part, halo)
+
     return remote, halo
 
 
@@ -173,6 +174,7 @@ def enforce_capacities(
             name,
             ratio,
         )
+
     return part_of_node, unmet
 
 
@@ -246,6 +248,7 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
         _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(max_loss))
         if (loads <= capacity * (1 + 1e-9)).all():
             break
+
     return part
 
 
@@ -278,6 +281,7 @@ def _move(
                 continue
             if links[p] > best_links or (links[p] == best_links and burden < best_burden):
                 best, best_links, best_burden = p, links[p], burden
+
         if best >= 0 and links[home] - best_links <= max_loss:
             part[u] = best
             loads[:, home] -= matrix[u]

@@ -84,12 +84,14 @@ class PartitionOptions:
             raise ConfigError(
                 f"balance is the text {self.balance!r}; it must be a tuple of names: ({self.balance!r},)"
             )
+
         for name in self.balance:
             if self.balance.count(name) > 1:
                 raise ConfigError(f"balance names {name!r} twice; name each constraint once")
         object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         check_ranges(self, "{name} is {value}; it")
+
         if self.target_weights is not None:
             object.__setattr__(self, "target_weights", tuple(float(w) for w in self.target_weights))
             for part, weight in enumerate(self.target_weights):
@@ -155,6 +157,7 @@ class Partitioner(ABC):
         }
         if options.constraints == default.constraints:  # All partitioners balance the number of nodes.
             changed.discard("balance")
+
         for name in sorted(changed - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
@@ -173,6 +176,7 @@ class Partitioner(ABC):
                 f"{type(self).__name__} only works in memory, and {graph.total_edges} edges take about "
                 f"{format_bytes(num_bytes)}; grant more --memory, or choose {', '.join(alternatives)}"
             )
+
         self.workspace = workspace
         return self
 
@@ -283,12 +287,14 @@ class PartitionPlan:
         if self.trainers_per_part < 1:
             raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
         check_feature_dtype(self.feature_dtype)
+
         if self.memory is not None:
             read_size(self.memory)
             if self.format == "dgl":
                 raise ConfigError("DGL's files are written from memory; leave out memory, or format 'dgl'")
         elif self.scratch is not None:
             raise ConfigError(f"scratch {self.scratch} needs a memory limit; add memory, e.g. 4GB")
+
         dtype = self.feature_dtype
         dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
         if self.format == "dgl" and "bfloat16" in dtypes:

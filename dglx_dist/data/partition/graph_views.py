@@ -111,6 +111,7 @@ def balance_weights(
             f"this method balances {max_constraints} weight at a time, but {len(names)} are given "
             f"({', '.join(names)}); choose method metis, or balance one of nodes, degree"
         )
+
     return BalanceWeights(
         names=names,
         columns=tuple(column for *_, column in columns),
@@ -164,6 +165,7 @@ def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> A
         for piece in pieces(len(destinations)):
             # bincount would cast a copy, and return counts of all nodes for each piece.
             _count_ids(destinations[piece], type_degrees)
+
     return degrees
 
 
@@ -190,11 +192,13 @@ def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
             f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
             f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
         )
+
     weights = np.zeros(graph.total_nodes, np.int64)
     for ntype, rows in node_slices(graph).items():
         values = graph.node_data.get(ntype, {}).get(column)
         if values is not None:
             weights[rows] = _compute_weight(values, constraint, ntype)
+
     return weights
 
 
@@ -318,12 +322,14 @@ def symmetrise(
             shared=True,
         )
         return SymmetricGraph.open(folder)
+
     indptr = _compute_starts(graph)
     indices = np.empty(indptr[-1], dtype=dtype or id_dtype(num_nodes))
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
     _fill_rows(graph, 0, num_nodes, indptr[1:-1], indices, weights)
     indptr = indptr[:-1]
     num_entries = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
+
     # resize shrinks the array in place if the allocator can, without a copy of the largest array.
     indices.resize(num_entries, refcheck=False)
     if not weighted:
@@ -419,6 +425,7 @@ def write_rows(
             indptr.append(local_starts[1:] + num_written)
             advance(last - first)
             first = last
+
             # The arrays of this range are freed before those of the next range are allocated.
             del indices, weights
 
@@ -483,13 +490,16 @@ def _merge(
                 if weighted:
                     weights[local_position] += weights[e]
                 continue
+
             position[v] = offset + num_written
             indices[num_written] = v
             if weighted:
                 weights[num_written] = weights[e]
             num_written += 1
+
         begin = end
         indptr[u + 1] = num_written
+
     return num_written
 
 

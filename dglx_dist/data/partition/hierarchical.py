@@ -70,6 +70,7 @@ class Hierarchical(Partitioner):
             piece = induced_graph(weighted, local_nodes, options.constraints, server_workspace)
             assignment = split(piece, shares[server], server_workspace)
             part_of_node[local_nodes] = server * workers + concatenate_owners(piece, assignment)
+
         promised_weights = weights if assignment.parameters.get("tolerance") else None
         parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": method}
         if promised_weights is not None and weights.find_unmet(part_of_node):
@@ -79,6 +80,7 @@ class Hierarchical(Partitioner):
             )
             if missed:
                 parameters["missed"] = missed
+
         return assign_parts(self, graph, num_parts, seed, part_of_node, promised_weights, **parameters)
 
     def _open_level(self, name: str) -> Workspace | None:
@@ -100,6 +102,7 @@ class Hierarchical(Partitioner):
                 f"{servers} servers with {workers} workers each need {servers * workers} parts, not "
                 f"{num_parts}; change the number of parts, servers or workers"
             )
+
         return servers, workers
 
 
@@ -120,6 +123,7 @@ def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[Ra
         columns = list(constraint_columns(graph, constraint))
         names[constraint] = [f"{name} in the whole graph" for name, _ in columns]
         new_columns |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
+
     if not new_columns:
         return graph, options
     node_data: dict[str, dict[str, NodeColumn]] = {}
@@ -168,12 +172,14 @@ def assign_two_levels(
             f"servers, workers and inner are for method hierarchical only, and {per_part} trainers per part "
             "already need two levels; leave them out"
         )
+
     for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
         if TRAINER_ID in columns:
             raise ConfigError(
                 f"{graph.name} already has {TRAINER_ID!r} as data of {name!r}; remove it, or partition for "
                 "one trainer per part"
             )
+
     part_shares(options.target_weights, num_parts)
     targets = None
     if options.target_weights is not None:
@@ -195,6 +201,7 @@ def assign_two_levels(
         missed = weights.find_unmet(concatenate_owners(graph, parts))
         if missed:
             parts = replace(parts, parameters={**parameters, "missed": missed})
+
     return TwoLevelSplit(parts=parts, trainers=trainers)
 
 

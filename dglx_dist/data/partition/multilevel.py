@@ -50,6 +50,7 @@ def part_graph_with_dgl(
     torch = importlib.import_module("torch")
     csc = tuple(torch.from_numpy(a) for a in (symmetric.indptr, symmetric.indices.astype(np.int64)))
     homogeneous = dgl.graph(("csc", (*csc, torch.empty(0, dtype=torch.int64))))
+
     # DGL prints the time of each step, which is suppressed.
     with contextlib.redirect_stdout(io.StringIO()):
         parts = dgl.metis_partition_assignment(
@@ -61,6 +62,7 @@ def part_graph_with_dgl(
             balance_edges="degree" in weights.names,
             objtype=options.objective,
         )
+
     return np.asarray(parts.numpy(), dtype=np.int32)
 
 
@@ -102,6 +104,7 @@ def part_graph(
         node_weights = np.ascontiguousarray(node_weights, dtype=np.int64)
     indices = graph.indices.astype(np.int64, copy=False)
     edge_weights = None if graph.edge_weights is None else graph.edge_weights.astype(np.int64, copy=False)
+
     # METIS 5 in pymetis has 32-bit reals. It takes one share per (part, constraint), and one tolerance per
     # constraint.
     shares = np.repeat(weights.shares.astype(np.float32), num_constraints)
@@ -124,6 +127,7 @@ def part_graph(
             f"METIS failed with {_RETURN_CODES.get(code, code)} on {num_nodes} nodes and "
             f"{len(graph.indices)} neighbours; with too little memory use method kaminpar or ldg"
         )
+
     return parts.astype(np.int32)
 
 
@@ -135,6 +139,7 @@ def _make_metis_options(
     values[_OBJTYPE] = int(options.objective == "vol")
     values[_NITER] = 1 if options.fast else 10
     values[_NCUTS] = 1
+
     # METIS uses 31 bits of the seed, and 0 and 1 are the same seed.
     values[_SEED] = seed % (_MAX_SEED - 1) + 1
     values[_NUMBERING] = 0
@@ -169,6 +174,7 @@ class _Multilevel(Partitioner):
         if workspace is None:
             return self._compute_with_progress(seed, symmetric, weights)
         num_weights = len(weights.columns)
+
         # Each balance weight is a column of one int64 per node, which stays in memory.
         workspace_beside_columns = workspace.with_reserved(8 * num_weights * symmetric.num_nodes)
 
@@ -243,6 +249,7 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
         version |= NO_EDGE_WEIGHTS
     elif graph.edge_weights.itemsize == 4:
         version |= SHORT_EDGE_WEIGHTS
+
     version |= NO_NODE_WEIGHTS if node_weights is None else 0
     version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
     first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
@@ -273,6 +280,7 @@ class Kaminpar(_Multilevel):
         library = importlib.import_module("kaminpar")
         workspace = self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
+
         # The Python binding only reads graphs from files. A file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         in_memory = tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder)
@@ -280,6 +288,7 @@ class Kaminpar(_Multilevel):
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)
             loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
+
         context = library.fast_context() if self.options.fast else library.default_context()
         library.reseed(seed % 2**31)
         partitioner = library.KaMinPar(self.options.threads, context)

@@ -107,10 +107,12 @@ class File(Partitioner):
             raise DatasetError(
                 f"{path.name} holds {parts.dtype} of shape {parts.shape}; part ids are {num_nodes} integers"
             )
+
         if len(parts) != num_nodes:
             raise DatasetError(
                 f"{path.name} has {len(parts)} part ids for {num_nodes} nodes; give one per node"
             )
+
         is_outside = (parts < 0) | (parts >= num_parts)
         if is_outside.any():
             row = int(np.argmax(is_outside))
@@ -118,6 +120,7 @@ class File(Partitioner):
                 f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
                 f"{int(parts.max()) + 1} parts or correct it"
             )
+
         return assign_parts(self, graph, num_parts, seed, parts, file=path.name)
 
 
@@ -180,6 +183,7 @@ def _order_breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
                     is_seen[v] = True
                     order[num_found] = v
                     num_found += 1
+
     return order
 
 
@@ -273,6 +277,7 @@ def _stream(
             p = part[indices[e]]
             if p >= 0:
                 links[p] += 1
+
         best, best_score, best_fill = -1, -np.inf, np.inf
         emptiest, emptiest_fill = 0, np.inf
         for p in range(num_parts):
@@ -281,6 +286,7 @@ def _stream(
                 fill = max(fill, (load[p, c] + weights[u, c]) / max(capacity[p, c], 1.0))
                 used = max(used, load[p, c] / max(capacity[p, c], 1.0))
                 size = max(size, load[p, c] / mean_weight[c] / (shares[p] * num_parts))
+
             if fill < emptiest_fill:
                 emptiest, emptiest_fill = p, fill
             if fill > 1.0:
@@ -288,6 +294,7 @@ def _stream(
             score = links[p] - alpha * GAMMA * np.sqrt(size) if fennel else links[p] * (1.0 - used)
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill
+
         # If all parts are full, the emptiest one takes the node.
         target_part = best if best >= 0 else emptiest
         part[u] = target_part

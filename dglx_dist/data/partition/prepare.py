@@ -164,6 +164,7 @@ def partition_to_disk(
             return partition_to_disk(
                 graph, target, plan, weights=weights, workspace=opened, write_columns=write_columns
             )
+
     if workspace is not None:
         # Placing nodes takes hours, so too little memory is reported before.
         sorting_budget(graph, workspace.budget)
@@ -199,11 +200,13 @@ def partition_to_disk(
             feature_dtype=plan.feature_dtype,
             workspace=workspace,
         )
+
         if is_first and write_columns and split.parts.parameters.get(FEATURES) == COLUMNS:
             try:
                 write_columns(open_dataset(target, verify="never"), split.parts.num_parts)
             except StorageError as error:
                 log.warning("%s", error)
+
     return split.quality
 
 
@@ -252,6 +255,7 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
             "with %s and balance train, and keeping the better result (balance nodes keeps the first)",
             *(plan.partitioner, imbalance, balanced_plan.partitioner),
         )
+
     retry = _assign_once(graph, balanced_plan, workspace)
     return retry if retry.quality.balance["train"] < split.quality.balance["train"] else split
 
@@ -261,6 +265,7 @@ def _assign_once(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | No
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
         return _Split(parts=parts, quality=measure(graph, parts))
+
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed, workspace)
     trainer_quality = measure(graph, split.trainers)
@@ -287,6 +292,7 @@ def _load_split(graph: RawGraph, folder: Path) -> _Split:
             owners = [np.array(map_spill(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
             part_of = dict(zip(graph.num_nodes, owners, strict=True))
             record[name] = Assignment(**{**record[name], "part_of": part_of})
+
     quality: dict[str, Any] = record["quality"]
     quality |= {key: tuple(value) for key, value in quality.items() if isinstance(value, list)}
     return _Split(**{**record, "quality": PartitionQuality(**quality)})
@@ -347,6 +353,7 @@ def _is_one_way(graph: RawGraph) -> bool:
         if 2 * has_opposite.sum() >= len(has_opposite):
             break
         has_opposite |= np.isin(opposite, _make_edge_keys(src[piece], dst[piece], graph.total_nodes))
+
     return bool(2 * has_opposite.sum() < len(has_opposite))
 
 
@@ -368,6 +375,7 @@ def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) 
             f"{len(graph.num_nodes)} and {len(graph.edges)}; leave out --add-self-loops, because models for "
             "several types have a weight for a node's own row"
         )
+
     if plan.add_reverse_edges:
         graph = _add_reverse_edges(graph, workspace)
     if plan.add_self_loops:
@@ -383,9 +391,11 @@ def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph
                 raise ConfigError(
                     f"reverse edges of {etype} already exist as {name}; leave out --add-reverse-edges"
                 )
+
         edges = {name_of[etype]: (dst, src) for etype, (src, dst) in graph.edges.items()}
         ids = {name_of[etype]: ids for etype, ids in graph.edge_ids.items()}
         return replace(graph, edges={**graph.edges, **edges}, edge_ids={**graph.edge_ids, **ids})
+
     ((etype, (src, dst)),) = graph.edges.items()
     if not len(src):
         return graph
@@ -393,6 +403,7 @@ def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph
         columns = graph.edge_data.get(etype, {}).values()
         row_bytes = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
         workspace.remaining((24 + row_bytes) * len(src), 0, "finding the edges without an opposite one")
+
     forward = _make_edge_keys(src, dst, graph.total_nodes)
     forward.sort()
     rows_by_piece = []
@@ -400,6 +411,7 @@ def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph
         keys = _make_edge_keys(dst[piece], src[piece], graph.total_nodes)
         positions = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
         rows_by_piece.append(piece.start + np.flatnonzero(forward[positions] != keys))
+
     del forward
     rows = np.concatenate(rows_by_piece)
     del rows_by_piece
@@ -516,5 +528,6 @@ def _add_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
             f"weights need a graph with one node type, but it has {', '.join(graph.num_nodes)}; balance "
             "'ntype' or a column of the graph instead"
         )
+
     (ntype,) = graph.num_nodes
     return replace(graph, node_data={ntype: {**graph.node_data.get(ntype, {}), **weights}})

@@ -83,6 +83,7 @@ def partition(
         # The capacities of the original graph are used, which hold for single nodes too.
         state = (*levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks)
         parts = workspace.array(f"parts{level - 1}", functools.partial(_refine, *state), shared=True)
+
     return parts
 
 
@@ -98,6 +99,7 @@ def _coarsen(
         spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
         for c, column in enumerate(weights.columns):
             spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
+
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
     adjacency = _make_adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])
@@ -121,6 +123,7 @@ def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint6
     num_nodes = graph.num_nodes
     matrix = weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
+
     # A cluster may weigh at most what a part may exceed its share by, or capacities would grow with clusters.
     # A heavier node stays alone, because clusters of its weight could not be balanced.
     limits = share * weights.tolerance * [float(column.sum()) for column in weights.columns]
@@ -247,10 +250,12 @@ def _propose(
             for e in range(indptr[u], indptr[u + 1]):
                 label = labels[indices[e]]
                 links = rating[label]
+
                 # A rating of 0 marks labels that were seen.
                 rating[label] = 0
                 if links == 0 or links < best_rating or not _has_room(matrix[u], loads[label], limit[label]):
                     continue
+
                 # Among equal labels a lighter part wins, then the current label, then the largest key.
                 tie_key = mix(key_of_node ^ np.uint64(label))
                 if best == home:
@@ -259,8 +264,10 @@ def _propose(
                     )
                 else:
                     wins = tie_key > best_key
+
                 if links > best_rating or wins:
                     best, best_rating, best_key = label, links, tie_key
+
             if best == home:
                 continue
             _move(u, best, labels, loads, matrix)
@@ -270,6 +277,7 @@ def _propose(
                 marked[indices[e]] = True
         for move in range(first_move, count):
             _move(moves[move, 0], moves[move, 2], labels, loads, matrix)
+
     return count
 
 
@@ -285,6 +293,7 @@ def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
         else:
             # Other nodes of the same round took the room, so the node is marked to try again.
             marked[u] = True
+
     return num_moved
 
 
@@ -326,6 +335,7 @@ def _join_single(
     indptr, indices, edge_weights = adjacency
     num_nodes, has_weights = len(labels), len(edge_weights) > 1
     rating = np.zeros(num_nodes, dtype=np.int64)
+
     # It has the cluster for the next node with the same best cluster. The last is for isolated nodes.
     open_label = np.full(num_nodes + 1, -1, dtype=labels.dtype)
     for u in range(num_nodes):
@@ -337,6 +347,7 @@ def _join_single(
             rating[label] += edge_weights[e] if has_weights else 1
             if rating[label] > best_rating:
                 best, best_rating = label, rating[label]
+
         for e in range(indptr[u], indptr[u + 1]):
             rating[labels[indices[e]]] = 0
         open_cluster = open_label[best]
@@ -359,6 +370,7 @@ def _count_between(adjacency: _Adjacency, coarse_of: Array, counts: Array) -> in
             if coarse_of[indices[e]] != row:
                 counts[row] += 1
                 total += edge_weights[e] if has_weights else 1
+
     return total
 
 

@@ -183,6 +183,7 @@ class ArrayFolder:
                 if actual != expected:
                     raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = map_array(path, mode)
+
             if metadata is not None and stored_metadata != metadata:
                 raise ValueError(f"it has {stored_metadata} instead of {metadata}")
         except _UNREADABLE as error:
@@ -307,6 +308,7 @@ class ArrayCache:
             _list_entries(self._folder), key=lambda entry: (self._is_of_content(entry), entry.used_s)
         )
         total = sum(entry.num_bytes for entry in entries)
+
         # Ages are relative to the last opening, because a dataset may not be used for months.
         last_s = max((entry.used_s for entry in entries), default=0.0)
         max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
@@ -321,6 +323,7 @@ class ArrayCache:
                     size = format_bytes(entry.num_bytes)
                     days = age_s / 86400
                     _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
+
         if total > max_bytes:
             size = format_bytes(total)
             limit = format_bytes(max_bytes)
@@ -343,6 +346,7 @@ def _list_entries(folder: Path) -> Iterator[_Entry]:
         entries = [(path, _lock_of(path)) for path in (Path(parent, name) for name in stems)]
         if STAMP in names:  # It may have been copied here without its lock.
             entries.append((Path(parent), Path(parent, STAMP)))
+
         for path, time_file in entries:
             # Another process may evict it at the same time.
             with suppress(OSError):

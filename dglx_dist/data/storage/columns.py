@@ -78,6 +78,7 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
+
     # Arrow computes the layout of the file for a body that is only reserved address space. When it writes the
     # body, _write_file writes the chunks in its place.
     body = pa.py_buffer(_reserve_space(num_bytes)).slice(0, num_bytes)
@@ -145,6 +146,7 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
         array = _view(column, dtype, shape)
     except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as problem:
         raise _make_damage_error(name, path, problem) from problem
+
     actual = ColumnInfo(dtype=dtype, row_shape=shape[1:])
     if (info is not None and actual != info) or (num_rows is not None and shape[0] != num_rows):
         raise StorageError(
@@ -152,6 +154,7 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
             f"{info.dtype if info else dtype} of shape {(num_rows, *(info or actual).row_shape)}; "
             f"partition the graph again"
         )
+
     return array
 
 

@@ -67,6 +67,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
         for part in range(config.num_parts):
             collected.add_part(part)
             advance(1)
+
     assignment = Assignment(
         num_parts=config.num_parts,
         part_of={
@@ -119,6 +120,7 @@ def read_part_config(path: Path) -> PartConfig:
         raw = read_small_file(path)
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
+
     top = Fields.parse(raw, str(path), error=StorageError)
     num_parts = top.integer("num_parts", 1)
     ntypes = _read_numbered(top, "ntypes", NODE_TYPE)
@@ -160,6 +162,7 @@ def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int)
     # The entry of a part is [first, end), or only the end in old files.
     expected = f"{num_parts} ranges for each of {', '.join(names)}, growing by part and type"
     ranges_by_name = top.raw_value(key)
+
     # Old files with one type do not name it.
     named_ranges = (
         {names[0]: ranges_by_name}
@@ -170,6 +173,7 @@ def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int)
         array = np.array([named_ranges.get(name) for name in names], dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as problem:
         raise top.field_error(key, expected) from problem
+
     if array.shape == (1, num_parts):
         array = np.stack([np.pad(array[:, :-1], ((0, 0), (1, 0))), array], axis=-1)
     if array.shape != (len(names), num_parts, 2):
@@ -200,9 +204,11 @@ class _DglReader:
             raise StorageError(
                 f"{path} has no {min(missing)!r} for its nodes or edges, so it is not a part written by DGL"
             )
+
         nodes = structure.ndata[dgl.NID].numpy()
         edges = structure.edata[dgl.EID].numpy()
         inner_nodes = structure.ndata["inner_node"].numpy() == 1
+
         # A part only has the data of edges into owned nodes.
         inner_edges = structure.edata["inner_edge"].numpy() == 1
         _check_ids(nodes[inner_nodes], config.nodes.part_range(part), "nodes", path)
@@ -345,6 +351,7 @@ def write_dgl_format(
             advance(1)
         (partial / config).write_text(json.dumps(writer.config(assignment), indent=4))
         put_in_place(partial, folder, overwrite=None)
+
     return folder / config
 
 
@@ -379,10 +386,12 @@ def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Arra
     edge_ids = np.arange(*edges.part_range(part))
     structure.edata[dgl.EID] = _convert_ids(edge_ids)
     structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
+
     if len(nodes.starts) > 1 or len(edges.starts) > 1:
         structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
         edge_kinds, _ = edges.locate(edge_ids)
         structure.edata[dgl.ETYPE] = torch.from_numpy(edge_kinds.astype(np.int32))
+
     return structure
 
 
@@ -465,10 +474,12 @@ class _DglWriter:
             destinations.append(np.repeat(first + np.arange(len(degrees)), degrees))
             indices = order.indices[order.offsets[part] : order.offsets[part + 1]]
             sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
+
             if not self._renumbers:
                 by_source_id = np.argsort(rows_of(order, part))
                 sources[-1] = sources[-1][by_source_id]
                 destinations[-1] = destinations[-1][by_source_id]
+
         return np.concatenate(sources), np.concatenate(destinations)
 
     def _make_tensor(
@@ -485,6 +496,7 @@ class _DglWriter:
                 chunk = rows[first : first + step]
                 description = f"{name!r} of {kind!r}"
                 array[first : first + step] = narrow(take_rows(values, chunk), dtype, description, chunk)
+
         if column in self._bfloat16 or dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:

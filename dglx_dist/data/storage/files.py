@@ -40,6 +40,7 @@ def partial_folder(target: Path) -> Iterator[Path]:
     remove_abandoned_of(target)
     folder = partial_name(target)
     folder.mkdir()
+
     try:
         yield folder
     finally:
@@ -127,6 +128,7 @@ def _is_abandoned(partial: Path) -> bool:
         age_s = time.time() - partial.stat().st_mtime
     except OSError:
         return False  # Another rank has just removed it.
+
     is_here = maker["host"] == _get_host()
     return age_s > _ABANDONED_S or (is_here and not psutil.pid_exists(int(maker["process"])))
 
@@ -157,6 +159,7 @@ def publish(folder: Path, target: Path) -> bool:
         if not target.exists():
             raise
         return False
+
     synchronise(target.parent)
     return True
 
@@ -184,6 +187,7 @@ def check_replaceable(
     if not overwrite:
         remedy = "remove it yourself" if overwrite is None else "give --overwrite (in Python overwrite=True)"
         raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
+
     if not is_same(folder):
         raise StorageError(
             f"{folder} does not hold {content}, so it is not overwritten; choose another folder, or remove "
@@ -213,6 +217,7 @@ def replace_folder(folder: Path, target: Path) -> None:
         old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
         target.rename(old)
         folder.rename(target)
+
     synchronise(target.parent)
     shutil.rmtree(old)
 
@@ -239,11 +244,13 @@ def lock_shared(path: Path, mode: int = 0o777) -> int:
         except OSError:
             # The file belongs to another user, or the disk is read-only.
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError:
             os.close(lock)
             raise
+
         # Another process may have removed the file before it was locked.
         if _is_at(lock, path):
             return lock

@@ -128,6 +128,7 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
                 # Negative values stand for no label.
                 array = array._replace(upper_bound=num_classes, refers_to="num_classes", minimum=None)
             arrays[data_path(folder, name)] = array
+
     for etype, columns in manifest.edge_columns.items():
         folder = edge_folder(part, etype)
         num_edges = count_owned(manifest.edge_offsets[etype])
@@ -139,6 +140,7 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, num_sources, f"{etype[0]!r} nodes")
         arrays[f"{folder}/original_ids.arrow"] = original_ids
         arrays |= {data_path(folder, name): _column(info, num_edges) for name, info in columns.items()}
+
     return arrays
 
 
@@ -203,6 +205,7 @@ def from_json(value: object, where: str) -> Manifest:
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
         item.reject_unread()
+
     edge_offsets = {}
     edge_columns = {}
     for item in top.nested_list("edge_types"):
@@ -211,6 +214,7 @@ def from_json(value: object, where: str) -> Manifest:
         edge_offsets[etype] = _read_offsets(item, num_parts)
         edge_columns[etype] = _read_columns(item.nested_fields("columns"))
         item.reject_unread()
+
     entries = top.nested_fields("files")
     files = {path: _read_file_info(entries.nested_fields(path)) for path in entries.mapping}
     manifest = Manifest(
@@ -229,10 +233,12 @@ def from_json(value: object, where: str) -> Manifest:
         files=files,
     )
     top.reject_unread()
+
     for etype in manifest.edge_types:
         for ntype in (etype[0], etype[2]):
             if ntype not in node_columns:
                 raise StorageError(f"{where}: key 'edge_types' has {etype}, but no node type is {ntype!r}")
+
     for ntype, names in manifest.class_names.items():
         if len(names) != (classes := num_classes.get(ntype, 0)):
             raise StorageError(f"{where}: {len(names)} class_names for {classes} classes of {ntype!r}")
@@ -256,10 +262,12 @@ def read_manifest(folder: Path) -> Manifest:
         raw = read_small_file(path)
     except OSError as problem:
         raise StorageError(_explain_unreadable(folder, problem)) from problem
+
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
+
     top = Fields(value, str(path), error=StorageError)
     # The version is checked first: a newer format may compute its checksum differently.
     _check_format(top)
@@ -271,6 +279,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} does not match its checksum {stated!r}, so it was damaged or edited; copy it again or "
             "partition again"
         )
+
     del value["checksum"]
     return replace(from_json(value, str(path)), checksum=stated)
 

@@ -83,6 +83,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
             if path in ids:
                 _check_values(folder, path, ids[path])
             advance(files[path].num_bytes)
+
     _write_stamps(folder, current)
 
 
@@ -180,11 +181,13 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     cache = ArrayCache(folder / CACHE, manifest.checksum, trusted=verify == "never")
     if not checked:
         cache.clean()
+
     try:
         verify_files(folder, manifest, "never" if checked and verify == "full" else verify)
     except PermissionError as error:
         path = error.filename or folder
         raise StorageError(f"{path} cannot be read by this user; change its permissions") from error
+
     return StoredDataset(folder, manifest, cache)
 
 
@@ -314,12 +317,14 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
             f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or partition the graph "
             "that it was made from"
         )
+
     for tensors in (*manifest.node_columns.values(), *manifest.edge_columns.values()):
         for name, info in tensors.items():
             if info.dtype == "bfloat16":
                 raise ConfigError(
                     f"{dataset.folder} holds {name!r} as bfloat16; partition the graph that it was made from"
                 )
+
     part = dataset.part(0)
     destinations = _expand_destinations(part, manifest, workspace)
     user_ids = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
@@ -432,6 +437,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
         for array in arrays.values():
             array.flags.writeable = False
         return CSC(**arrays)
+
     return CSC(**stored[1])
 
 

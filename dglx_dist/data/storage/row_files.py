@@ -145,6 +145,7 @@ def read_index(folder: Path) -> RowIndex:
         ) from None
     except (OSError, ConfigError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); use another copy") from problem
+
     if version != VERSION:
         raise StorageError(f"{path} has version {version}, this package reads {VERSION}; save it again")
     return _build_index(folder, files, facts)
@@ -214,4 +215,5 @@ def _build_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obj
                 )
             next_row = file.last
         tensors[name] = SavedRows(name=name, info=info, files=tuple(tensor_files))
+
     return RowIndex(tensors=tensors, facts=facts)

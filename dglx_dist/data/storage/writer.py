@@ -126,6 +126,7 @@ def narrow(
     else:
         narrowed = _cast_quietly(piece, dtype)
         is_finite = np.isfinite(narrowed)
+
     is_overflow = ~is_finite & np.isfinite(piece)
     if is_overflow.any():
         index = tuple(np.argwhere(is_overflow)[0].tolist())
@@ -136,6 +137,7 @@ def narrow(
             f"{description} has {piece[index]} in row {row_id}, too large for {dtype};"
             f" store it as {wider}, or scale the column"
         )
+
     return narrowed
 
 
@@ -218,6 +220,7 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
         orders[ntype] = NodeOrder(
             new_to_old=new_to_old, old_to_new=old_to_new, offsets=np.concatenate([[0], np.cumsum(counts)])
         )
+
     return orders
 
 
@@ -233,6 +236,7 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     by_source = np.empty(len(src), dtype=dtype)
     new_to_old = np.arange(len(src), dtype=dtype)
     indptr = _count(dst, destinations.old_to_new)
+
     # Sorting by source first and then stably by destination gives ascending sources per destination.
     _fill(src, sources.old_to_new, new_to_old, _count(src, sources.old_to_new), by_source)
     _fill(dst, destinations.old_to_new, by_source, indptr[:-1].copy(), new_to_old)
@@ -344,6 +348,7 @@ def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys
         node = destinations[edge]
         ends[node] -= 1
         keys[ends[node]] = np.int64(sources[edge]) << bits | edge
+
     for node in range(len(ends)):
         last = ends[node + 1] if node + 1 < len(ends) else len(keys)
         keys[ends[node] : last].sort()
@@ -495,6 +500,7 @@ class _PartWriter:
                 self._write(path, partial(_write_texts, user_ids, rows))
             elif user_ids is not None:
                 self._write_column(path, IDS, rows, user_ids)
+
             for name, info in columns.items():
                 column = graph.node_data[ntype][name]
                 description = f"node data {name!r} of {ntype!r}"
@@ -517,6 +523,7 @@ class _PartWriter:
         else:
             order, data = on_disk
             ids = order.new_to_old
+
         node_offsets = orders[destination].offsets
         source_info = make_column_info(order.indices, "sources")
         for part in range(self._num_parts):
@@ -531,6 +538,7 @@ class _PartWriter:
             for name, info in columns.items():
                 description = f"edge data {name!r} of {etype}"
                 self._write_column(data_path(folder, name), info, rows, data[name], description, ids)
+
         return order.offsets
 
     def _write_column(
@@ -613,6 +621,7 @@ def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat
         info = ColumnInfo(dtype=dtype, row_shape=(column.num_columns,))
     else:
         info = make_column_info(column, description)
+
     if not is_bfloat16:
         return info
     if info.dtype != "uint16":
