@@ -74,12 +74,18 @@ def to_times(keys: Array, dtype: TimeDtype) -> Array:
     return keys if dtype == "int64" else (keys ^ ((keys >> 63) & NEVER)).view(np.float64)
 
 
+def find_moment_before(times: Array) -> Array:
+    """Return for each of the (n,) ``times``, integers or floats, the largest time before it."""
+    # Keys are not decremented, because positive and negative zero share a key.
+    return np.nextafter(times, -np.inf) if times.dtype.kind == "f" else times - 1
+
+
 def subtract_window(keys: Array, window: float, dtype: TimeDtype) -> Array:
     """Return the keys of the times that are ``window`` before the times of ``keys``."""
     if dtype == "float64":
         return to_keys(to_times(keys, dtype) - window)
-    smallest = MISSING + int(window)
-    return np.where(keys < smallest, MISSING + 1, keys - int(window))
+    whole_window = min(int(window), NEVER)
+    return np.where(keys <= MISSING + whole_window, MISSING + 1, keys - whole_window)
 
 
 @dataclass(frozen=True, kw_only=True)

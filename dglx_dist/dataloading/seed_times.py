@@ -113,7 +113,7 @@ def _read_keys(
     else:
         times = np.asarray(as_array(seed_time) if np.ndim(seed_time) else np.full(len(ids), seed_time))
 
-    is_valid = times.dtype.kind in ("iu" if dtype == "int64" else "iuf")
+    is_valid = times.dtype.kind in ("iu" if dtype == "int64" else "iuf") and times.dtype != np.uint64
     if times.shape != (len(ids),) or not is_valid:
         raise ConfigError(
             f"seed_time of {kind!r} has shape {times.shape} and dtype {times.dtype}, but "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, Literal, NoReturn, final
 
 from dgl.dataloading import BlockSampler
@@ -18,8 +19,10 @@ class TemporalNeighborSampler(BlockSampler):
     The time of a seed is ``seed_time=`` of the loader. By default it is the node's ``node_time``, or in a
     loader of edges the ``edge_time`` of the edge, which is also the time of its negatives.
 
-    Times are integers or floats. Edges with the time of the seed are sampled, so pass ``exclude="self"`` to
-    leave out the edges of a batch. Edges without a time (NaN) are never sampled. Edge types without the
+    Times are integers or floats. Edges with the time of the seed are sampled. To predict edges, pass times
+    before those of the edges as ``seed_time``, or leave out the edges of a batch by ``exclude``: ``self``, or
+    ``reverse_id`` if each edge has an opposite edge of the same time. Edges without a time (NaN, NaT or the
+    smallest integer) are never sampled. Edge types without the
     column are always sampled. ``dglx partition --time`` sorts the edges by time, or else the first loader.
 
     Args:
@@ -50,7 +53,8 @@ class TemporalNeighborSampler(BlockSampler):
             raise ConfigError(f"strategy={strategy!r}. Choose 'uniform' or 'last'.")
         if edge_time is None and node_time is None:
             raise ConfigError("edge_time and node_time are both None. Name a column of times.")
-        if window is not None and not (isinstance(window, int | float) and 0 <= window < float("inf")):
+        is_number = isinstance(window, Real) and not isinstance(window, bool)
+        if window is not None and not (is_number and 0 <= window < float("inf")):
             raise ConfigError(f"window={window!r}. Use a number of at least 0, or None for no limit.")
         self.fanouts = fanouts
         self.edge_time = edge_time

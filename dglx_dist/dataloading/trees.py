@@ -201,6 +201,10 @@ def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder
 
     def draw(shard: CSCShard, rows: Array, parameters: str, more_exclude: Array) -> InEdges:
         hop = json.loads(parameters)
+        # Compiled code reads these columns without checks, and rows may come from another server.
+        num_columns = 2 + (rule.dtype is not None) + (rule.dtype is not None and rule.window is not None)
+        if rows.ndim != 2 or len(rows) != num_columns:
+            raise ValueError(f"rows must have {num_columns} columns, not the shape {rows.shape}")
         order = None if orders is None else orders.get(shard.first_node)
         positions, keys = (_NO_POSITIONS, NO_EDGES) if order is None else (order.positions, order.keys)
         csc = _TimedCsc(shard.indptr, shard.indices, positions, keys, shard.first_node, shard.first_edge)

@@ -146,8 +146,12 @@ def rows_from_wire(
     """Undo :func:`rows_to_wire`. Raises ValueError as :func:`from_wire` does."""
     degrees, sources, edge_ids = arrays
     destinations = np.arange(num_rows)
-    if degrees.shape != (num_rows,) or degrees.dtype != np.int64 or (num_rows and degrees.min() < 0):
+    is_valid = degrees.shape == (num_rows,) and degrees.dtype == np.int64
+    # Each count is checked by itself first, because sums may overflow.
+    if not is_valid or not 0 <= degrees.min(initial=0) <= degrees.max(initial=0) <= len(sources):
         raise ValueError(f"the answer must have {num_rows} int64 counts of edges, not {degrees.shape}")
+    if degrees.sum() != len(sources):
+        raise ValueError(f"the answer has {len(sources)} edges, but its counts add up to {degrees.sum()}")
     return from_wire(
         destinations, [sources, np.repeat(destinations, degrees), edge_ids], num_sources, edge_range
     )
@@ -571,6 +575,8 @@ class PartitionedStructure(Structure):
             server = self._placement.topology.server
             first = self._node_bounds[server]
             end = self._node_bounds[server + 1]
+            if any(array.dtype != np.int64 for array in arrays) or (np.diff(exclude) < 0).any():
+                raise ValueError("a request must have int64 nodes and ascending int64 edges")
             ids = nodes if nodes.ndim == 1 else nodes[0]
             if len(ids) and (ids.min() < first or ids.max() >= end):
                 raise IndexError(f"server {server} owns the nodes {first} to {end - 1} of {self.etype[2]!r}")

@@ -133,8 +133,10 @@ def open_time_orders(g: DistGraph, columns: TimeColumns) -> dict[EdgeType, dict[
     """Return the orders by time of the shards in this server's memory, by the first node of the shard.
 
     Types without times are left out. The first run sorts the edges. Every rank must call this. Raises
-    StorageError on all ranks if a part is missing, or the disk fails.
+    StorageError on all ranks if a part is missing, or the disk fails, and ConfigError if the program has
+    given the name of a column to another tensor.
     """
+    run_on_all_ranks(g.session, partial(_check_names, g, columns))
     is_first = g.session.topology.local_rank == 0
     orders = {}
     for etype in g.canonical_etypes:
@@ -144,6 +146,23 @@ def open_time_orders(g: DistGraph, columns: TimeColumns) -> dict[EdgeType, dict[
             run_on_all_ranks(g.session, open_orders if is_first else dict)
             orders[etype] = run_on_all_ranks(g.session, open_orders)
     return orders
+
+
+def _check_names(g: DistGraph, columns: TimeColumns) -> None:
+    """Raise ConfigError if this rank has given the name of one of ``columns`` to another tensor."""
+    named = []
+    for ntype, name in columns.nodes.items():
+        named.append((g.nodes[ntype], g.get_node_partition_policy(ntype), name))
+    for etype, name in columns.edges.items():
+        named.append((g.edges[etype], g.get_edge_partition_policy(etype), name))
+
+    for view, policy, name in named:
+        if view.data[name].kvstore_key != policy.key(name):
+            raise ConfigError(
+                f"the program has assigned another tensor to the column {name!r} of {policy.policy_str}, but "
+                "edges are sorted by the times of the dataset. Give the tensor another name, or partition a "
+                "graph that has it."
+            )
 
 
 def _open_shard_orders(g: DistGraph, columns: TimeColumns, etype: EdgeType) -> dict[int, TimeOrder]:

@@ -106,7 +106,7 @@ def describe_relational(
     return ModelShape(
         kind=kind,
         layers=tuple(LayerWidths(inputs=module.hidden, outputs=width, summed=summed) for width in outputs),
-        features=max(module.hidden, *features.widths.values()),
+        features=max([module.hidden, *features.widths.values()]),
         hidden=module.hidden,
         classes=classes,
         parameters=sum(parameter.numel() for parameter in parameters),

@@ -604,7 +604,8 @@ class TrainConfig(RunOptions, ModelConfig):
         remedy = "combined with --split-time T1,T2, the ends of training and validation edges"
         yield "time", self.time is not None and self.split_time is None, remedy
         remedy = "two rising times, combined with --time COLUMN"
-        is_wrong = len(split_time) != 2 or split_time[0] > split_time[1] or self.time is None
+        # A comparison with NaN is false, so it is negated.
+        is_wrong = len(split_time) != 2 or not split_time[0] < split_time[1] or self.time is None
         yield "split-time", self.split_time is not None and is_wrong, remedy
         for name in ("predictions", "save_embeddings") if self.time is not None else ():
             remedy = "left out with --time, because rows of a node differ from time to time"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
-from dglx_dist.data.times import NEVER, to_keys, to_times
+from dglx_dist.data.times import NEVER, find_moment_before, to_keys
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.dataloading.temporal import TemporalNeighborSampler
@@ -159,8 +159,7 @@ class TemporalLinks:
         edges = self._edges[split]
         # The moment before its own time hides the edge itself, its opposite edge, and edges of that moment.
         before = {
-            etype: to_times(to_keys(self._read_times(etype, ids.numpy())) - 1, self._dtype)
-            for etype, ids in edges.items()
+            etype: find_moment_before(self._read_times(etype, ids.numpy())) for etype, ids in edges.items()
         }
         return {
             "eids": edges,

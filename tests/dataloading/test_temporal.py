@@ -1,6 +1,7 @@
 """Samples never see the future, and are the same on any number of ranks."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import dgl
@@ -11,13 +12,16 @@ from dgl.dataloading import NeighborSampler
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.times import NEVER, subtract_window, to_keys, to_times
+from dglx_dist.data.times import NEVER, find_moment_before, sort_by_time, subtract_window, to_keys, to_times
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.dataloading.trees import hash_rows, make_tree_keys
+from dglx_dist.dataloading.trees import TreeRule, hash_rows, make_row_draw, make_tree_keys
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.sampling import pack_hop_parameters
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, rows_from_wire
 from dglx_dist.options import read_time
+from dglx_dist.records import NODE_TYPE
 from tests.dataloading.times import (
     LIKES,
     OWNS,
@@ -122,6 +126,20 @@ def test_keys_have_the_order_of_times() -> None:
     # Times near the smallest integer have no earlier limit, and do not wrap around.
     assert subtract_window(np.array([-(2**63) + 3]), 7, "int64").tolist() == [-(2**63) + 1]
     assert to_times(subtract_window(to_keys(floats[1:2]), 0.5, "float64"), "float64").tolist() == [-3.0]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+def test_the_moment_before_is_earlier_at_zero_too(dtype: str) -> None:
+    times = np.array([-2, -1, 0, 1, 2], dtype)
+    assert (to_keys(find_moment_before(times)) < to_keys(times)).all()
+    assert (to_keys(find_moment_before(times))[1:] >= to_keys(times)[:-1]).all()
+
+
+def test_a_window_as_long_as_all_times_hides_no_edge() -> None:
+    keys = np.array([-5, 0, 5, 2**62])
+    for window in (2**62, 2**63 - 1, 10**30):
+        assert (subtract_window(keys, window, "int64") <= keys).all()
+        assert (subtract_window(keys, window, "int64") > np.iinfo(np.int64).min).all()
 
 
 def test_reads_numbers_and_dates() -> None:
@@ -415,11 +433,42 @@ def test_seeds_take_times_of_columns_numbers_and_tensors(ring: DistGraph) -> Non
         ({"window": 1.5}, {"seed_time": 1}, "window=1.5, but times are integers"),
         ({"prefetch_node_feats": ["time"]}, {"seed_time": 1}, "names 'time'"),
         ({}, {"seed_time": np.iinfo(np.int64).min}, "has no time"),
+        ({}, {"seed_time": np.full(2, 2**63, np.uint64)}, "dtype uint64"),
+        ({"window": True}, {"seed_time": 1}, "window=True"),
     ],
 )
 def test_refuses_times_that_do_not_fit(ring: DistGraph, sampler, options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataLoader(ring, torch.tensor([1, 2]), dx.TemporalNeighborSampler([2], **sampler), **options)
+
+
+def test_a_column_that_the_program_renamed_is_refused(tmp_path: Path) -> None:
+    """Edges are sorted by the times of the dataset, and the order is kept for later runs."""
+    raw = raw_ring()
+    born = {"born": np.zeros(60, np.int64)}
+    raw = replace(raw, node_data={NODE_TYPE: {**raw.node_data[NODE_TYPE], **born}})
+    with start_session():
+        g = DistGraph(write_parts(raw, tmp_path / "ring", 2))
+        g.ndata["born"] = g.new_tensor((60,), torch.int64, "mine")
+        sampler = dx.TemporalNeighborSampler([2], node_time="born")
+        with pytest.raises(ConfigError, match="assigned another tensor to the column 'born' of node"):
+            DataLoader(g, torch.arange(60), sampler, seed_time=5)
+
+
+@pytest.mark.parametrize("num_columns", [1, 2, 4])
+def test_rows_of_another_server_must_have_all_columns(num_columns: int) -> None:
+    order = sort_by_time(np.arange(0, 11), np.arange(10))
+    draw = make_row_draw(TreeRule(dtype="int64"), NO_EDGES, {0: order})
+    shard = CSCShard(indptr=np.arange(0, 11), indices=np.zeros(10, np.int32), first_node=0, first_edge=0)
+    with pytest.raises(ValueError, match="rows must have 3 columns"):
+        draw(shard, np.zeros((num_columns, 3), np.int64), pack_hop_parameters(-1, 1), NO_EDGES)
+
+
+@pytest.mark.parametrize("degrees", [[1 << 40, 0], [-1, 1], [1, 1]])
+def test_an_answer_with_other_counts_than_edges_is_refused(degrees: list[int]) -> None:
+    edge = np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="the answer"):
+        rows_from_wire(2, [np.array(degrees), edge, edge], 10, (0, 100))
 
 
 def test_refuses_what_trees_cannot_do(ring: DistGraph) -> None:

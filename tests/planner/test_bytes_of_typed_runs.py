@@ -1,11 +1,15 @@
 """An epoch of every way to train on several types, on 2 servers of 2 ranks: predicted bytes were sent."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dglx_dist.api import fit, init
 from dglx_dist.cli.plan_job import measure
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
@@ -110,6 +114,15 @@ def test_trainable_rows_count(data: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(full_graph, "find_trained_rows", mark_none)
     by_name = {p.candidate.name: p for p in predict_each(data, "rgcn", "replicated")}
     assert by_name["cooperative batches=2"].inside["halo"] > counted["halo"]
+
+
+def test_a_graph_without_features_is_planned(tmp_path: Path) -> None:
+    raw = cases.raw_graph()
+    labels = {name: column for name, column in raw.node_data["paper"].items() if name != "feat"}
+    folder = tmp_path / "parts"
+    partition_to_disk(replace(raw, node_data={"paper": labels}), folder, PartitionPlan(num_parts=1))
+    predictions = measure(PlanConfig(data=str(folder), model="rgcn", hidden=4, servers=1))[1]
+    assert any(prediction.feasible for prediction in predictions)
 
 
 def test_a_model_of_one_type_is_refused(data: str) -> None:

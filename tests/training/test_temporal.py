@@ -162,6 +162,7 @@ def test_only_data_parallel_samples_by_time(tmp_path: Path) -> None:
         ({"split_time": None}, "--time when must be combined with --split-time T1,T2"),
         ({"time": None}, "--split-time .* must be two rising times, combined with --time"),
         ({"split_time": (5, 3)}, "must be two rising times"),
+        ({"split_time": (5, float("nan"))}, "must be two rising times"),
         ({"model": "none", "embeddings": 4}, "--model none must be another model with --time"),
         ({"predictions": "x"}, "--predictions x must be left out with --time"),
         ({"task": "auto"}, "--time when must be left out without --task link"),
