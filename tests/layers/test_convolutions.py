@@ -233,7 +233,7 @@ PAGE = Path(__file__).parents[2] / "docs/guides/own_model.md"
 
 def test_the_layer_of_the_page_adds_up() -> None:
     (code,) = re.findall(
-        r"```python\n(import torch\n.*?class HalfSelf.*?)```", PAGE.read_text(), flags=re.DOTALL
+        r"```python\n((?:(?!```).)*?class HalfSelf.*?)```", PAGE.read_text(), flags=re.DOTALL
     )
     results: dict[str, Any] = {}
     exec(code, results)
