@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -28,8 +27,9 @@ from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
-from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS
+from dglx_dist.training.model_kinds import RELATIONAL_KINDS
 from dglx_dist.training.models import build_model
+from dglx_dist.training.relational import build_relational
 
 Notify = Callable[[str], None]
 
@@ -111,10 +111,7 @@ def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module,
         types = [name for name in g.ntypes if FEATURE in g.nodes[name].data]
         widths = {name: g.nodes[name].data[FEATURE].shape[1] for name in types}
         features = TypedFeatures(etypes=tuple(g.canonical_etypes), widths=widths)
-        kind = KINDS[plan.model]
-        options: dict[str, Any] = {name: getattr(plan, name) for name in kind.options}
-        options |= {"layers": plan.layers, "out_types": [ntype]}
-        relational = kind.build(g, widths, plan.hidden, classes, **options)
+        relational = build_relational(plan, g, widths, classes, [ntype])
         return relational, describe_relational(relational, features, classes, kind=plan.model)
 
     if not g.is_homogeneous:

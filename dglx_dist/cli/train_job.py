@@ -70,9 +70,9 @@ from dglx_dist.training.link import (
     link_targets,
     split_edges,
 )
-from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS, WEIGHTED, list_kinds
+from dglx_dist.training.model_kinds import RELATIONAL_KINDS, WEIGHTED, list_kinds
 from dglx_dist.training.models import build_model
-from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.relational import EntityInputs, build_relational
 from dglx_dist.training.resume import check_same, resolve_resume
 from dglx_dist.training.tasks import (
     LinkPrediction,
@@ -148,11 +148,9 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
     widths = inputs.feature_widths
     if plan.embeddings not in (None, plan.hidden):
         widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
-    options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout}
-    options["out_types"] = None if ntype is None else [ntype]
-    kind = KINDS[plan.model]
-    options |= {name: getattr(plan, name) for name in kind.options}
-    return kind.build(g, widths, plan.hidden, width, **options), inputs, sparse
+    out_types = None if ntype is None else [ntype]
+    relational = build_relational(plan, g, widths, width, out_types, dropout=plan.dropout)
+    return relational, inputs, sparse
 
 
 def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Module:

@@ -83,8 +83,10 @@ def read_timed_items(
     times = {}
     for kind, ids in items.ids.items():
         of_kind = seed_time.get(kind) if isinstance(seed_time, Mapping) else seed_time
-        times[kind] = _read_keys(g, kind, ids, of_kind, dtype, item)
-        if len(ids) and len(np.unique(np.stack([ids, times[kind]]), axis=1).T) < len(ids):
+        keys = times[kind] = _read_keys(g, kind, ids, of_kind, dtype, item)
+        order = np.lexsort((keys, ids))
+        is_repeated = (np.diff(ids[order]) == 0) & (np.diff(keys[order]) == 0)
+        if is_repeated.any():
             raise ConfigError(
                 f"indices of type {kind!r} contain a {item} more than once at one time, but "
                 f"an epoch uses each pair of {item} and time once. Pass distinct pairs."

@@ -480,9 +480,10 @@ class StepCheck:
         _STEPS_TAKEN[optimizer] = step_number
 
         # In an iteration that compares weights, the first step of each optimizer does it.
-        is_compared = any(optimizer is compared for compared in self._compared)
-        if step_number in EARLY_CHECKS or (self._compares_weights and not is_compared):
+        is_first = self._compares_weights and not any(optimizer is other for other in self._compared)
+        if is_first:
             self._compared.append(optimizer)
+        if is_first or step_number in EARLY_CHECKS:
             check_replicas(_find_replicated(optimizer), self._session)
 
 

@@ -26,7 +26,7 @@ from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choose, find_bar, list_choosable, predict
 from dglx_dist.planner.costs.base import TypedFeatures
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
-from dglx_dist.planner.model_shape import describe_relational, infer_shape
+from dglx_dist.planner.model_shape import describe_relational, infer_shape, measure_parameters
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, ModelShape
 from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
 from dglx_dist.planner.workload import check_choosable
@@ -282,7 +282,6 @@ def _choose(
 ) -> tuple[Choice, Draws | None]:
     begin = time.perf_counter()
     shape = _describe_model(model, g, training, inputs)
-    is_counted = shape.has_widths
     notify("probing the links")
     cluster = _cluster(g.session, options, find_float_parameter(model).device)
     layers = len(shape.layers)
@@ -305,7 +304,7 @@ def _choose(
         epoch=epoch,
         assumptions=(
             *batch_assumptions(options.unit, layers, training.fanouts),
-            *(() if is_counted else (_NOT_COUNTED,)),
+            *(() if shape.has_widths else (_NOT_COUNTED,)),
         ),
         ntype=training.ntype,
     )
@@ -321,7 +320,7 @@ def _choose(
         memory_bytes=cluster.memory_bytes,
         inputs=inputs,
         ntype=training.ntype or g.ntypes[0],
-        base_bytes=base_bytes if is_counted else 0,
+        base_bytes=base_bytes if shape.has_widths else 0,
     )
     _check_model(race)
     predictions = [predict(candidate, counts) for candidate in candidates]
@@ -356,16 +355,14 @@ def _describe_model(
         )
 
     layers = (LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers
-    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     return ModelShape(
         kind=training.kind or type(model).__name__,
         layers=layers,
         features=0,
         hidden=hidden,
         classes=classes,
-        parameters=sum(sizes),
-        tensors=len(sizes),
         has_widths=False,
+        **measure_parameters(model),
     )
 
 

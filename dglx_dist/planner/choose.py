@@ -53,11 +53,11 @@ def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
     cluster = counts.cluster
     strategy = STRATEGIES.get(candidate.strategy)
     why_not = ""
-    if counts.is_counted:
+    if counts.shape.has_widths:
         why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
     if cluster.device_memory_bytes and not strategy.traits.on_gpus:
         why_not = "computes on CPUs only"
-    if why_not or not counts.is_counted or not has_costs(candidate):
+    if why_not or not counts.shape.has_widths or not has_costs(candidate):
         cost = Cost()
     else:
         cost = COSTS.get(candidate.strategy).cost(candidate, counts)

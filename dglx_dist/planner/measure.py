@@ -104,15 +104,14 @@ def count(
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
     batches = None
-    is_counted = shape.has_widths
-    if config.draws is not None and is_counted:
+    if config.draws is not None and shape.has_widths:
         notify("batches of all ranks")
         sizes = read_row_sizes(g, shape.gradient_bytes, run.ntype, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
         batches = count_batches(run, config.draws, caches, sizes)
 
     works = list_works((c for c in candidates if c.strategy not in shape.refusals), context)
-    for work in works if is_counted else ():
+    for work in works if shape.has_widths else ():
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
     counts = EpochCounts(
@@ -127,7 +126,6 @@ def count(
         epoch=config.epoch,
         assumptions=config.assumptions,
         draws=config.draws,
-        is_counted=is_counted,
     )
     return counts, candidates
 

@@ -66,21 +66,28 @@ def infer_shape(
         first_learns = False
 
     inspected, refusals = _inspect(module, features)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return ModelShape(
         kind=kind or (_find_kind(convs[0]) if convs else "mlp" if not layers[0].summed else "sage"),
         layers=layers,
         features=features,
         hidden=hidden or layers[0].outputs,
         classes=classes,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        tensors=len(parameters),
         inspected=inspected,
         refusals=refusals,
         first_learns=first_learns,
-        itemsize=parameters[0].element_size() if parameters else 4,
         is_guessed=is_guessed,
+        **measure_parameters(module),
     )
+
+
+def measure_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the fields of :class:`ModelShape` that follow from the trained parameters."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "tensors": len(parameters),
+        "itemsize": parameters[0].element_size() if parameters else 4,
+    }
 
 
 def describe_relational(
@@ -101,23 +108,22 @@ def describe_relational(
     # Each relation has its own sum for every destination.
     summed = module.hidden * max(relations_into.values())
     inspected, refusals = _inspect(module, features)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    itemsize = parameters[0].element_size()
+    sizes = measure_parameters(module)
+    if trained_row_bytes is None:
+        trained_row_bytes = module.hidden * sizes["itemsize"]
     return ModelShape(
         kind=kind,
         layers=tuple(LayerWidths(inputs=module.hidden, outputs=width, summed=summed) for width in outputs),
         features=max([module.hidden, *features.widths.values()]),
         hidden=module.hidden,
         classes=classes,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        tensors=len(parameters),
         inspected=inspected,
         refusals=refusals,
         # The rows of all types are mapped to the hidden width before layer 1.
         first_learns=True,
-        itemsize=itemsize,
         feature_widths=features.widths,
-        trained_row_bytes=module.hidden * itemsize if trained_row_bytes is None else trained_row_bytes,
+        trained_row_bytes=trained_row_bytes,
+        **sizes,
     )
 
 

@@ -26,11 +26,13 @@ from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, Stag
 from dglx_dist.layers.dropout import drop_rows, make_type_keys
 from dglx_dist.layers.several_types import check_width, make_typed_input
 from dglx_dist.records import FEATURE, EdgeType
+from dglx_dist.training.model_kinds import KINDS
 from dglx_dist.training.models import Layered
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
     from dglx_dist.graph.embedding import DistEmbedding
+    from dglx_dist.training.config import ModelConfig
 
 
 @final
@@ -279,6 +281,22 @@ def _complete_sources(block: Any, h: Rows) -> Rows:
                 "sources of its block. Pass the rows of the block's sources."
             )
     return h
+
+
+def build_relational(
+    config: ModelConfig,
+    graph: DistGraph,
+    feature_widths: Mapping[str, int],
+    out_dim: int,
+    out_types: Sequence[str] | None,
+    **options: Any,
+) -> RelationalModel:
+    """Build the ready-made model of several types that ``config`` names, with its options and ``options``."""
+    kind = KINDS[config.model]
+    options |= {name: getattr(config, name) for name in kind.options}
+    options |= {"layers": config.layers, "out_types": out_types}
+    model: RelationalModel = kind.build(graph, feature_widths, config.hidden, out_dim, **options)
+    return model
 
 
 @final

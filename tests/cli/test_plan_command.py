@@ -2,6 +2,9 @@
 
 import ctypes
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +23,17 @@ def read_refusal(*arguments: str) -> str:
     shown = plan(*arguments)
     assert isinstance(shown.exception, ConfigError)
     return str(shown.exception)
+
+
+def test_warns_when_other_programs_disturb_the_timing(dataset: str) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        shown = plan(dataset, "--hidden", "8", "--fanout", "3,2", "--servers", "1")
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert "plan again on an idle machine" in " ".join(shown.output.split())
 
 
 def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:

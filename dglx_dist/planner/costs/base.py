@@ -218,8 +218,6 @@ class EpochCounts:
     epoch: int
     assumptions: tuple[str, ...] = ()
     draws: Draws | None = None
-    is_counted: bool = True
-    """Whether cost models apply. They do not for models with unknown widths."""
 
     @property
     def description(self) -> str:

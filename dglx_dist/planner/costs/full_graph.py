@@ -150,7 +150,11 @@ class FullGraphScheme(Work):
             variants = [plan, use_covers(plan)] if covers else [plan]
             return [pack_sizes(variant, topology.world_size, trained) for variant in variants]
 
-        sizes = np.array([[*map(count_plan, run.ranks_here, make_plans([*step]))] for step in steps])
+        counted = []
+        for step in steps:
+            plans = zip(run.ranks_here, make_plans([*step]), strict=True)
+            counted.append([count_plan(rank, plan) for rank, plan in plans])
+        sizes: Array = np.array(counted)
         # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
         ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
