@@ -114,10 +114,10 @@ def count_twice(halo: HaloExchange, gradient: torch.Tensor) -> torch.Tensor:
     return 2 * total - own if halo.number == PAIR_LAYER else total
 
 
-def swap_negatives(ntypes: Any, ids: Any, positive: Any, negative: Any) -> Any:
+def swap_negatives(ntypes: Any, ids: Any, positive: Any, negative: Any, times: Any) -> Any:
     """Score the negatives of one relation as pairs of another one between the same types."""
     swapped = {**negative, CITES: negative[EXTENDS], EXTENDS: negative[CITES]}
-    return build_pairs(ntypes, ids, positive, swapped)
+    return build_pairs(ntypes, ids, positive, swapped, times)
 
 
 LINKS, OUTSIDE = [Case(task="distmult"), Case(kind="sage", task="distmult")], [Case(outside=True)]
