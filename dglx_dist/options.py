@@ -181,6 +181,17 @@ def find_flag(config: type, name: str) -> str:
     return option.flag or "--" + name.replace("_", "-")
 
 
+def format_words(config: Any, names: Iterable[str]) -> list[str]:
+    """Return the options ``names`` of a record as words of a command line, like ``["--fanout", "15,10"]``."""
+    words = []
+    for name in names:
+        value = getattr(config, name)
+        words.append(find_flag(type(config), name))
+        if value is not True:
+            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return words
+
+
 def check_ranges(config: Any, template: str = "{flag} {value}") -> None:
     """Raise ConfigError for the first option that is out of its range, written as ``template``."""
     hints = get_type_hints(type(config))

@@ -38,6 +38,10 @@ def report_error(error: Exception, *, debug: bool) -> None:
         # The import loads torch. Ranks have loaded it anyway, but other commands must start quickly.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        if isinstance(error, DglxError) and not debug:
+            # torchrun prints the recorded traceback. Users correct such an error by its message alone.
+            error.__traceback__ = error.__cause__ = None
+            error.__suppress_context__ = True
         get_error_handler().record_exception(error)
     if debug:
         Console(stderr=True, soft_wrap=True).print_exception()
@@ -153,7 +157,7 @@ def list_possible_labels(node_columns: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def suggest_training_command(
-    folder: object, node_columns: Mapping[str, Mapping[str, Any]], etypes: Iterable[EdgeType]
+    folder: object, node_columns: Mapping[str, Mapping[str, Any]], etypes: Iterable[EdgeType], ranks: int = 1
 ) -> str:
     """Return the command that trains on a dataset with these columns, "" if it has labels but no split."""
     labelled = [columns for columns in node_columns.values() if LABEL in columns]
@@ -168,6 +172,7 @@ def suggest_training_command(
         options = " --task link" + (" --model none --embeddings 64" if rows or is_several else "")
         options += f" --target {shlex.quote(targets[0])}" if min(len(node_columns), len(targets)) > 1 else ""
 
+    options += f" --ranks {ranks}" if ranks > 1 else ""
     return f"dglx train {shlex.quote(str(folder))}{options}"
 
 

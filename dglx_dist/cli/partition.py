@@ -324,6 +324,6 @@ def _partition(config: PartitionCommand) -> None:
         _sort_by_time(out, config.time)
     for name, reached in quality.missed.items():
         tell(f"warning: {name} reached {reached:.3f}, more than requested", style="yellow")
-    train = suggest_training_command(out, node_columns, graph.edges)
+    train = suggest_training_command(out, node_columns, graph.edges, plan.num_parts * trainers)
     commands = ", ".join(filter(None, [f"dglx inspect {shlex.quote(str(out))}", train]))
     tell(f"written to {out}" + (f"; next: {commands}" if plan.format == "dglx" else ""))

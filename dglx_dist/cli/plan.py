@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from dglx_dist.cli.common import command, redirect_libraries_to_stderr, show, write
 from dglx_dist.comm.topology import is_launched_by_torchrun
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import find_flag
+from dglx_dist.options import find_flag, format_words, list_options
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.progress import say
+from dglx_dist.strategies.candidate import Candidate
+from dglx_dist.training.config import ModelConfig
 
 _BATCH_OPTIONS = ("fanouts", "batch_size")
 
@@ -41,7 +44,20 @@ def plan(config: PlanConfig) -> None:
     for line in choice.lines():
         write(line)
     if choice.chosen_prediction is not None:
-        write(f"options of dglx train: {choice.chosen_prediction.candidate.arguments}")
+        write(f"next: {_suggest_training(config, choice.chosen_prediction.candidate)}")
+
+
+def _suggest_training(config: PlanConfig, candidate: Candidate) -> str:
+    """Return the command that trains the planned model as ``candidate``.
+
+    Options of the model that were not given to ``dglx plan`` have equal defaults in ``dglx train``.
+    """
+    names = [field.name for field, _ in list_options(ModelConfig) if field.name in config.given]
+    if candidate.unit == "full_graph":
+        names = [name for name in names if name not in _BATCH_OPTIONS]
+    ranks = config.servers * config.per_server
+    target = f"dglx train {shlex.quote(str(config.data))} --ranks {ranks} --servers {config.servers}"
+    return shlex.join([*shlex.split(f"{target} {candidate.arguments}"), *format_words(config, names)])
 
 
 def _check_no_unused_options(config: PlanConfig) -> None:

@@ -250,8 +250,8 @@ def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 _EPOCH_LEGEND = (
-    "phases are means over ranks: sample and fetch run on the loader's threads, and wait is the time that "
-    "training waited for them; bytes inside / outside the servers, all ranks; saving, eval: time for "
+    "times in seconds; phases are means over ranks: sample and fetch run on the loader's threads, and wait "
+    "is the time that training waited for them; bytes inside / outside the servers, all ranks; saving, eval: "
     "checkpoints and evaluations"
 )
 

@@ -3,8 +3,10 @@
 import ctypes
 import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,14 +38,19 @@ def test_warns_when_other_programs_disturb_the_timing(dataset: str) -> None:
     assert "plan again on an idle machine" in " ".join(shown.output.split())
 
 
-def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:
+def test_a_dataset_has_a_table_and_a_choice(dataset: str, tmp_path: Path) -> None:
     message = (dataset, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
     shown = plan(*message, "--bandwidth-external", "100mbit")
     assert shown.exit_code == 0, shown.output
     for part in ("data_parallel", "push_pull", "full_graph", "cooperative", "chosen: ", "assumed:", "exact"):
         assert part in shown.output
     assert shown.output.count("->") == 1
-    assert "options of dglx train: --strategy " in shown.output
+    words = shlex.split(shown.output.splitlines()[-1])
+    assert words[:8] == ["next:", "dglx", "train", dataset, "--ranks", "2", "--servers", "2"]
+    run = [sys.executable, "-m", "dglx_dist.cli", *words[2:], "--epochs", "1", "--out", str(tmp_path / "run")]
+    subprocess.run(run, check=True, capture_output=True, timeout=120)
+    trained = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (trained["hidden"], trained["fanouts"]) == (8, [3, 2])
     # So deep a model has no mini-batches: whole graphs are compared.
     deep = json.loads(plan(dataset, "--hidden", "8", "--layers", "8", "--json").output)
     assert not deep["chosen"].startswith(("data_parallel", "push_pull"))
