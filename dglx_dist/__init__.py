@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dglx_dist.api import strategy_names as strategy_names
     from dglx_dist.api import wrap as wrap
     from dglx_dist.dataloading import negative as negative
+    from dglx_dist.dataloading.clusters import ClusterGCNSampler as ClusterGCNSampler
     from dglx_dist.dataloading.edge_loader import gather_pair_rows as gather_pair_rows
     from dglx_dist.dataloading.temporal import TemporalNeighborSampler as TemporalNeighborSampler
     from dglx_dist.errors import CheckpointError as CheckpointError
@@ -67,6 +68,7 @@ _EXPORTS = {
     "fit init local_device original_ids partition_graph register_partitioner "
     "register_strategy shutdown strategy_names wrap",
     "dataloading": "negative",
+    "dataloading.clusters": "ClusterGCNSampler",
     "dataloading.edge_loader": "gather_pair_rows",
     "dataloading.temporal": "TemporalNeighborSampler",
     "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError Stopped StorageError "

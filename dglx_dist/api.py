@@ -35,6 +35,7 @@ from dglx_dist.data.storage.files import (
 from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
+from dglx_dist.dataloading.clusters import ClusterGCNSampler
 from dglx_dist.dataloading.own_order import UserColumns, check_order
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -547,7 +548,8 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     make_loader = opened.edge_loader if predicts_edges else opened.loader
     loader = make_loader(indices, graph_sampler, **options)
     _number_steps(loader, inner.session)
-    check_order(inner, loader, indices, "edge" if predicts_edges else "node")
+    if not isinstance(graph_sampler, ClusterGCNSampler):
+        check_order(inner, loader, indices, "edge" if predicts_edges else "node")
     # fit() reads it. DGL's own loader has the same attribute.
     loader.graph_sampler = graph_sampler
     return loader

@@ -12,6 +12,7 @@ from dgl.dataloading import LaborSampler as LaborSampler
 from dgl.dataloading import MultiLayerFullNeighborSampler as MultiLayerFullNeighborSampler
 from dgl.dataloading import MultiLayerNeighborSampler as MultiLayerNeighborSampler
 from dgl.dataloading import NeighborSampler as NeighborSampler
+from dgl.dataloading import ShaDowKHopSampler as ShaDowKHopSampler
 from dgl.dataloading import as_edge_prediction_sampler as as_edge_prediction_sampler
 from dgl.dataloading import negative_sampler as negative_sampler
 
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
     Raises ImportError if DGL has ``name``, but only for graphs of one process, and AttributeError if DGL does
     not have ``name`` either.
     """
-    if name in ("DataLoader", "DistEdgeDataLoader", "DistNodeDataLoader"):
+    if name in ("ClusterGCNSampler", "DataLoader", "DistEdgeDataLoader", "DistNodeDataLoader"):
         # The public loaders live in the top-level package, which is always imported before this one.
         return getattr(sys.modules["dglx_dist"], name)
     if name.startswith("__") or not hasattr(dgl.dataloading, name):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_SPARE_BUFFERS = 2
+SPARE_BUFFERS = 2
 """Number of batches alive beside the prefetched ones: one in the training loop, one in its backward pass."""
 
 
@@ -88,7 +88,7 @@ def _read_draws(
     sampler, or if the sampler needs edges that this server does not have.
     """
     device = resolve_device(options.device, g.session.device)
-    memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
+    memory = RowMemory(options.depth + SPARE_BUFFERS, options.feature_dtype, device)
     columns = find_columns(g, plan, memory)
 
     if plan.fanouts is None:

@@ -139,6 +139,8 @@ class MiniBatch:
     """Source nodes of the first block."""
     output_nodes: NodeIds = field(init=False)
     """Seeds of the batch."""
+    target_counts: tuple[int, int] = (0, 0)
+    """Number of targets on this rank and on all ranks, if the seeds are not the targets."""
     blocks: list[DGLBlock] = field(init=False)
     """Blocks, with the block of layer 1 first."""
     sample_s: float = 0.0
@@ -215,7 +217,7 @@ class SamplerMaker(NodeMaker):
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
-        seeds = _seeds_to_node_ids(batch.seeds, self._g.ntypes)
+        seeds = seeds_to_node_ids(batch.seeds, self._g.ntypes)
         batch.input_nodes, batch.output_nodes, batch.blocks = self._sample(seeds, exclude)
         batch.sample_s = time.perf_counter() - begin
 
@@ -276,7 +278,7 @@ def unwrap_single_type(nodes: dict[str, Tensor]) -> NodeIds:
     return next(iter(nodes.values())) if len(nodes) == 1 else nodes
 
 
-def _seeds_to_node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
+def seeds_to_node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
     no_ids = np.empty(0, np.int64)
     return unwrap_single_type({ntype: torch.from_numpy(seeds.get(ntype, no_ids)) for ntype in ntypes})
 
@@ -468,7 +470,7 @@ class KernelMaker(NodeMaker):
         assert raw is not None
         input_nodes, batch.blocks = self._builder.blocks(raw, batch.node_columns)
         batch.input_nodes = unwrap_single_type(input_nodes)
-        batch.output_nodes = _seeds_to_node_ids(batch.seeds, self._schema.ntypes)
+        batch.output_nodes = seeds_to_node_ids(batch.seeds, self._schema.ntypes)
         batch.sample_s += time.perf_counter() - begin
         wait_for_columns(batch)
 

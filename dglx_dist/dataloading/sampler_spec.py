@@ -87,8 +87,12 @@ class SamplePlan:
 _NEIGHBORS = "Use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbors of each node alone."
 _IDS = "Pass the ids as a tensor or a dict by type. batch_size= and shuffle= are options of the loader."
 _REMEDIES: Mapping[str, str] = {
-    "ClusterGCNSampler": "Use strategy='cooperative', which trains on groups of nodes and drops no edge.",
-    **dict.fromkeys(("SAINTSampler", "ShaDowKHopSampler", "CappedNeighborSampler"), _NEIGHBORS),
+    "ClusterGCNSampler": (
+        "Use dx.ClusterGCNSampler(g, k) with strategy='data_parallel', or strategy='cooperative', which "
+        "trains on groups of nodes and drops no edge."
+    ),
+    "ShaDowKHopSampler": "Use it in a loader of nodes with strategy='data_parallel', or use NeighborSampler.",
+    **dict.fromkeys(("SAINTSampler", "CappedNeighborSampler"), _NEIGHBORS),
     # The following names belong to GraphBolt.
     **dict.fromkeys(("SubgraphSampler", "NeighborSamplerImpl", "LayerNeighborSampler"), _NEIGHBORS),
     **dict.fromkeys(("ItemSampler", "ItemSet", "ItemSetDict", "HeteroItemSet"), _IDS),
@@ -102,7 +106,7 @@ _REMEDIES: Mapping[str, str] = {
 def refuse_by_name(value: object) -> None:
     """Raise ConfigError with a remedy if ``value`` is a sampler or loader that cannot work here."""
     for kind in type(value).__mro__:
-        if kind.__name__ in _REMEDIES and kind.__module__.startswith("dgl."):
+        if kind.__name__ in _REMEDIES and kind.__module__.startswith(("dgl.", "dglx_dist.")):
             raise ConfigError(f"{kind.__module__}.{kind.__name__} is unsupported. {_REMEDIES[kind.__name__]}")
 
 
@@ -131,7 +135,7 @@ def read_sampler(sampler: object) -> SamplePlan:
         edge_feats=read_column_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
     )
     if isinstance(sampler, TemporalNeighborSampler):
-        return replace(plan, fanouts=_read_fanouts(sampler.fanouts), temporal=sampler)
+        return replace(plan, fanouts=read_sampler_fanouts(sampler.fanouts), temporal=sampler)
 
     if not _is_stock(sampler):
         if isinstance(sampler, LaborSampler):
@@ -148,7 +152,7 @@ def read_sampler(sampler: object) -> SamplePlan:
             "in-edges of its nodes. Use edge_dir='in' on the reversed graph (dgl.reverse)."
         )
 
-    plan = replace(plan, fanouts=_read_fanouts(sampler.fanouts))
+    plan = replace(plan, fanouts=read_sampler_fanouts(sampler.fanouts))
     if isinstance(sampler, LaborSampler):
         return replace(plan, by_source=_read_source_draws(sampler), weights=sampler.prob)
     return replace(plan, replace=bool(sampler.replace), weights=sampler.prob)
@@ -177,7 +181,7 @@ def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
     )
 
 
-def _read_fanouts(fanouts: object) -> tuple[Fanout, ...]:
+def read_sampler_fanouts(fanouts: object) -> tuple[Fanout, ...]:
     if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
         raise ConfigError(f"fanouts is {fanouts!r}. Use one number per layer, e.g. [15, 10, 5].")
     checked: list[Fanout] = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.dataloading.subgraphs import SubgraphLoader, SubgraphSampler
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, find_pass_ids, has_rows, install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
@@ -51,8 +52,11 @@ class DataParallelOptions:
 class OpenedDataParallel(OpenedStrategy):
     """Data parallel training on one graph."""
 
-    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> DataLoader:
-        return DataLoader(self.g, indices, sampler, **loader_options)
+    def make_loader(
+        self, indices: Tensor, sampler: Any, **loader_options: Any
+    ) -> DataLoader | SubgraphLoader:
+        kind = SubgraphLoader if isinstance(sampler, SubgraphSampler) else DataLoader
+        return kind(self.g, indices, sampler, **loader_options)
 
     def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> DistEdgeDataLoader:
         return DistEdgeDataLoader(self.g, eids, sampler, **loader_options)
