@@ -33,8 +33,8 @@ GROUPS = {
     "Sessions and graphs": "init shutdown local_device distribute distribute_dataset DistGraph PartitionBook "
     "local_graph original_ids reverse_edge_ids node_split edge_split",
     "Partitioning": "partition_graph register_partitioner",
-    "Loading": "DataLoader DistNodeDataLoader DistEdgeDataLoader TemporalNeighborSampler negative "
-    "gather_pair_rows",
+    "Loading": "DataLoader DistNodeDataLoader DistEdgeDataLoader TemporalNeighborSampler ClusterGCNSampler "
+    "negative gather_pair_rows",
     "Training": "wrap fit FitConfig FitResult reduce_mean global_mean nn",
     "Strategies": "choose_strategy register_strategy strategy_names",
     "Tensors and embeddings": "DistTensor DistEmbedding optim",

@@ -91,10 +91,12 @@ def test_the_first_run_works(tmp_path: Path) -> None:
 
 def test_the_samplers_of_the_page_work(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "samplers.md").read_text()
-    prefetching, own = (text for language, text in BLOCK.findall(page) if language == "python")
+    python_blocks = (text for language, text in BLOCK.findall(page) if language == "python")
+    prefetching, shadow, clusters, own = python_blocks
     program = f"""
 import dgl
 import torch
+import torch.nn.functional as F
 import dglx_dist as dx
 
 dx.init()
@@ -106,6 +108,11 @@ g = dx.distribute(graph)
 train_ids = dx.node_split(g.ndata["train_mask"])
 {prefetching}
     assert x.shape[1] == 4 and len(y) == len(output_nodes)
+model = dx.wrap(dgl.nn.SAGEConv(4, 3, "mean"), g)
+{shadow}
+    loss.backward()
+{clusters}
+    loss.backward()
 {own}
 for input_nodes, output_nodes, blocks in loader:
     assert len(blocks) == 2 and blocks[0].num_src_nodes() == len(input_nodes)

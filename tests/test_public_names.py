@@ -31,8 +31,8 @@ def test_dgls_names_of_the_loaders_are_the_same_things() -> None:
 
 
 def test_what_does_not_stand_in_for_dgl_says_so_when_it_is_imported() -> None:
-    with pytest.raises(ImportError, match=r"ShaDowKHopSampler .* import it from dgl\.dataloading"):
-        _ = dataloading.ShaDowKHopSampler
+    with pytest.raises(ImportError, match=r"SAINTSampler .* import it from dgl\.dataloading"):
+        _ = dataloading.SAINTSampler
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = dataloading.no_such_thing
 

@@ -28,6 +28,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         "LABOR beside neighbour sampling: rows, bytes with a look-ahead cache, time",
     ),
     "temporal": ("micro.temporal:main", "sampling by time: edges per second, and links of the future"),
+    "subgraphs": ("micro.subgraphs:main", "accuracy of ShaDow and Cluster-GCN beside DGL's samplers"),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
     "regret": ("micro.regret:main", "the choice of auto on real graphs beside every exact way"),
     "tasks": ("micro.tasks:main", "every task on real graphs beside a plain loop of DGL"),
