@@ -18,7 +18,7 @@ from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import named_values, option, parse_fractions, select_common_fields
+from dglx_dist.options import find_flag, named_values, option, parse_fractions, select_common_fields
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, RawGraph
 from dglx_dist.report.tables import plural
 
@@ -112,10 +112,19 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         False,
         "DATA is a partitioned dataset. Sort its edges by the column of --time, and write no other one.",
     )
+    given: frozenset[str] = frozenset()
+    """Fields whose options are on the command line."""
 
     def __post_init__(self) -> None:
         if self.add_time and self.time is None:
             raise ConfigError("--add-time sorts edges by a column. Name it with --time COLUMN.")
+        unused = sorted(self.given - {"data", "time", "add_time"})
+        if self.add_time and unused:
+            flags = ", ".join(find_flag(PartitionCommand, name) for name in unused)
+            raise ConfigError(
+                f"--add-time only sorts the edges of {self.data}, so {flags} would have no effect. Leave it "
+                "out, or partition again without --add-time."
+            )
         added = {} if self.id is None else {"id": self.id}
         if self.format in LINE_FORMATS:
             added["format"] = self.format
@@ -221,7 +230,9 @@ def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
     from dglx_dist.comm.collectives import SessionRanks
     from dglx_dist.comm.session import start_session
 
-    options = {name: str(value) for name, value in vars(config).items() if name != "memory"}
+    # Ranks may have memory limits of their own, and a set has another order in each process.
+    ignored = ("memory", "given")
+    options = {name: str(value) for name, value in vars(config).items() if name not in ignored}
     with start_session(
         strategy="partition", options=options, timeout_s=_LONGEST_WAIT_S, device="cpu"
     ) as session:

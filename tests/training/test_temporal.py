@@ -211,3 +211,5 @@ def test_partitioning_a_column_without_times_is_refused(tmp_path: Path) -> None:
     assert "a time is one number per row" in done.stderr.replace("\n", " ")
     done = dglx("partition", str(folder), "--add-time")
     assert "Name it with --time COLUMN" in done.stderr.replace("\n", " ")
+    done = dglx("partition", str(folder), "--add-time", "--time", "when", "--parts", "4")
+    assert "so --parts would have no effect" in done.stderr.replace("\n", " ")
