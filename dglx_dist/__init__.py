@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.split import edge_split as edge_split
     from dglx_dist.graph.split import node_split as node_split
     from dglx_dist.layers import nn as nn
+    from dglx_dist.strategies.full_graph.halo import Halo as Halo
     from dglx_dist.strategies.full_graph.local_graphs import local_graph as local_graph
     from dglx_dist.training.checkpoint import checkpoints as checkpoints
     from dglx_dist.training.checkpoint import load as load
@@ -81,6 +82,7 @@ _EXPORTS = {
     "graph.partition_book": "PartitionBook",
     "graph.split": "edge_split node_split",
     "layers": "nn",
+    "strategies.full_graph.halo": "Halo",
     "strategies.full_graph.local_graphs": "local_graph",
     "training.checkpoint": "checkpoints load save",
     "training.exact_mean": "global_mean reduce_mean",

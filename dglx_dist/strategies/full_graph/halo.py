@@ -1,0 +1,244 @@
+"""The halo exchange for any PyTorch model, without DGL and without a dataset."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
+from dglx_dist.comm.session import Session, current_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.options import is_integer
+from dglx_dist.records import Array
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer
+
+PLAN_PHASE = "halo_plan"
+"""Ledger phase of the requests that a new list of edges sends."""
+
+
+@final
+class Halo:
+    """Exchange of rows along edges between ranks, as a differentiable function.
+
+    Every rank owns some nodes and the edges that end in them. ``halo(x)`` appends the rows of the source
+    nodes that other ranks own, so that a layer can send messages along all edges of this rank::
+
+        halo = dx.Halo(num_owned, edge_index)
+        source, target = halo.edge_index
+        for layer in layers:
+            messages = layer(halo(x)[source], x[target])
+            x = torch.zeros_like(messages[:1]).repeat(len(x), 1).index_add(0, target, messages)
+
+    Backward sends the gradients of these rows back to their owners, which add them. So the gradients of ``x``
+    are those of one process, also on directed graphs. Gradients of the model's weights are those of the
+    messages and rows of this rank. Add them over the ranks (sum, not mean) if the loss is a sum over all
+    nodes. Call :func:`dglx_dist.init` first. The constructor, :meth:`rebuild`, calls and their backward are
+    collective.
+
+    Args:
+        owners: Number of nodes of this rank, or the (N,) integer ranks of all nodes, equal on all ranks. With
+            numbers, rank 0 owns the first ids, then rank 1, and so on. The rows of ``x`` are the nodes of
+            this rank in the order of their ids.
+        edge_index: (2, E) int64 global ids of the sources and the targets of this rank's edges, in any order.
+            Every target must be owned by this rank. E may be 0.
+        target_owners: Owners of the targets, in the form of ``owners``, if they are other nodes than the
+            sources (a bipartite graph). By default both are the same nodes.
+
+    Attributes:
+        edge_index: (2, E) int64 positions of the sources among the rows of ``halo(x)``, and of the targets
+            among the targets of this rank. The order of the edges is kept.
+        halo_nodes: (H,) int64 global ids of the appended rows.
+        num_owned: Number of source nodes of this rank.
+
+    Raises:
+        ConfigError: on all ranks, if ids are out of range, a target is owned by another rank, or the ranks
+            pass different owners.
+        PeerError: a rank did not take part.
+    """
+
+    edge_index: Tensor
+    halo_nodes: Tensor
+    num_owned: int
+
+    def __init__(
+        self, owners: int | Tensor, edge_index: Tensor, *, target_owners: int | Tensor | None = None
+    ) -> None:
+        self._session = current_session()
+        self._number = self._session.next_number("halo") + 1
+        self._sources = _read_owners(owners, self._session, "owners")
+        self._targets = self._sources
+        if target_owners is not None:
+            self._targets = _read_owners(target_owners, self._session, "target_owners")
+        self.num_owned = self._sources.num_owned
+        self.rebuild(edge_index)
+
+    def rebuild(self, edge_index: Tensor) -> None:
+        """Replace the edges of this rank. The owners of the nodes stay. Every rank must call this.
+
+        This sends 8 bytes for each row of the new halo. Raises ConfigError like the constructor. The former
+        edges then stay.
+        """
+        session = self._session
+        rank = session.topology.rank
+        read_edges = partial(self._read_edges, edge_index)
+        source_ids, target_rows = run_on_all_ranks(session, read_edges, ConfigError)
+        source_owners, source_rows = self._sources.find(source_ids)
+
+        # Each row of the halo arrives once, by owner and then by id.
+        is_foreign = source_owners != rank
+        halo_ids, positions = np.unique(source_ids[is_foreign], return_inverse=True)
+        halo_owners, _ = self._sources.find(halo_ids)
+        order = np.argsort(halo_owners, kind="stable")
+        place_of_id = np.empty_like(order)
+        place_of_id[order] = np.arange(len(order))
+        source_rows[is_foreign] = self.num_owned + place_of_id[positions]
+        halo_nodes = halo_ids[order]
+
+        num_received = np.bincount(halo_owners, minlength=session.topology.world_size)
+        sent_rows = self._request(halo_nodes, num_received)
+        layer = HaloLayer(
+            own_rows=self.num_owned,
+            targets=self._targets.num_owned,
+            indptr=np.zeros(1, np.int64),
+            indices=source_rows,
+            edge_ids=NO_IDS,
+            halo_nodes=halo_nodes,
+            receive=tuple((peer, int(count)) for peer, count in enumerate(num_received) if count),
+            send=sent_rows,
+        )
+        self._exchange = HaloExchange(session, layer, self._number)
+        self.halo_nodes = torch.from_numpy(halo_nodes)
+        rows = torch.from_numpy(np.stack([source_rows, target_rows]))
+        self.edge_index = rows.to(edge_index.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the (num_owned + H, ...) own rows and halo rows, for the (num_owned, ...) own rows ``x``.
+
+        All ranks must pass the same trailing shape and dtype. The result is ``x`` itself on a rank without
+        peers. Raises ConfigError if ``x`` has another number of rows, and PeerError if a peer is dead or did
+        not call within the time-out of the session.
+        """
+        return self._exchange.exchange(x)
+
+    def _read_edges(self, edge_index: Any) -> tuple[Array, Array]:
+        """Return the (E,) ids of the sources and the (E,) rows of the targets. This calls no other rank."""
+        if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or len(edge_index) != 2:
+            shape = tuple(edge_index.shape) if isinstance(edge_index, Tensor) else type(edge_index).__name__
+            raise ConfigError(f"edge_index is {shape}. Pass a (2, E) tensor of sources and targets.")
+        if edge_index.dtype not in (torch.int32, torch.int64):
+            raise ConfigError(f"edge_index has dtype {edge_index.dtype}. Pass int64 or int32.")
+
+        source_ids, target_ids = edge_index.detach().cpu().numpy().astype(np.int64)
+        for ids, rows, role in ((source_ids, self._sources, "source"), (target_ids, self._targets, "target")):
+            is_wrong = (ids < 0) | (ids >= rows.num_nodes)
+            if is_wrong.any():
+                edge = int(np.argmax(is_wrong))
+                raise ConfigError(
+                    f"edge {edge} has the {role} {ids[edge]}, but there are {rows.num_nodes} nodes on all "
+                    "ranks. Pass global ids."
+                )
+
+        rank = self._session.topology.rank
+        target_owners, target_rows = self._targets.find(target_ids)
+        is_elsewhere = target_owners != rank
+        if is_elsewhere.any():
+            edge = int(np.argmax(is_elsewhere))
+            raise ConfigError(
+                f"edge {edge} ends in node {target_ids[edge]}, which rank {target_owners[edge]} owns and not "
+                f"rank {rank}. Pass each rank the edges that end in its own nodes."
+            )
+        return source_ids, target_rows
+
+    def _request(self, halo_nodes: Array, num_received: Array) -> tuple[tuple[int, Array], ...]:
+        """Send the ids of ``halo_nodes`` to their owners. Return the own rows that each peer requests."""
+        session = self._session
+        num_requested = gather_int64(num_received, session)[:, session.topology.rank]
+        outgoing = []
+        first = 0
+        for peer, count in enumerate(num_received.tolist()):
+            if count:
+                ids = torch.from_numpy(halo_nodes[first : first + count])
+                outgoing.append(Outgoing(rank=peer, rows=ids))
+            first += count
+        incoming = [
+            Incoming(rank=peer, rows=torch.empty(count, dtype=torch.int64))
+            for peer, count in enumerate(num_requested.tolist())
+            if count
+        ]
+        exchange = row_exchanges(session).streams
+        wait = exchange.post(outgoing, incoming, f"halo {self._number}", phase=PLAN_PHASE, layer=0)
+        wait()
+
+        sent_rows = []
+        for message in incoming:
+            owners, rows = self._sources.find(message.rows.numpy())
+            if (owners != session.topology.rank).any():
+                raise ConfigError(f"rank {message.rank} requests rows that this rank does not own.")
+            sent_rows.append((message.rank, rows))
+        return tuple(sent_rows)
+
+
+@final
+class _RowOwners:
+    """The owners of some nodes, and their rows there. Both arrays are None if ranks own consecutive ids."""
+
+    def __init__(self, starts: Array, rank: int, owners: Array | None) -> None:
+        self._starts = starts
+        self._owners = owners
+        self.num_nodes = int(starts[-1])
+        self.num_owned = int(starts[rank + 1] - starts[rank])
+        self._rows: Array | None = None
+        if owners is not None:
+            # Number the nodes of each rank in the order of their ids.
+            order = np.argsort(owners, kind="stable")
+            self._rows = np.empty(len(owners), np.int64)
+            self._rows[order] = np.arange(len(owners)) - starts[owners[order]]
+
+    def find(self, ids: Array) -> tuple[Array, Array]:
+        """Return the owners and the rows of the (n,) ``ids``. Ids that do not exist raise ConfigError."""
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_nodes:
+            raise ConfigError(f"a node id is not in 0 to {self.num_nodes - 1}")
+        if self._owners is None or self._rows is None:
+            owners = np.searchsorted(self._starts, ids, side="right") - 1
+            return owners, ids - self._starts[owners]
+        return self._owners[ids], self._rows[ids]
+
+
+def _read_owners(owners: Any, session: Session, option: str) -> _RowOwners:
+    """Read ``owners`` or ``target_owners`` of :class:`Halo`. Every rank must call this."""
+    num_ranks = session.topology.world_size
+
+    def read() -> Array | None:
+        if is_integer(owners):
+            if owners < 0:
+                raise ConfigError(f"{option}={owners} must be a number of nodes of at least 0.")
+            return None
+        if not isinstance(owners, Tensor) or owners.dim() != 1 or owners.dtype.is_floating_point:
+            raise ConfigError(
+                f"{option} is {owners!r}. Pass the number of nodes of this rank, or a 1-D integer tensor "
+                "with the rank of each node."
+            )
+        ranks: Array = owners.cpu().numpy().astype(np.int64)
+        if len(ranks) and not 0 <= ranks.min() <= ranks.max() < num_ranks:
+            raise ConfigError(
+                f"{option} has ranks from {ranks.min()} to {ranks.max()}, but there are {num_ranks}."
+            )
+        return ranks
+
+    ranks = run_on_all_ranks(session, read, ConfigError)
+    # Ranks that pass different owners would wait for rows that nobody sends.
+    digest = "numbers" if ranks is None else str(zlib.crc32(ranks.data))
+    check_equal(session, option, digest)
+    if ranks is None:
+        counts = gather_int64([int(owners)], session)[:, 0]
+    else:
+        counts = np.bincount(ranks, minlength=num_ranks)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    return _RowOwners(starts, session.topology.rank, ranks)
