@@ -338,7 +338,6 @@ class ModelConfig:
         if has_option(self.model, "heads"):
             is_divisor = self.heads >= 1 and self.hidden % self.heads == 0
             yield "heads", not is_divisor, f"a divisor of --hidden {self.hidden}"
-
         if not has_option(self.model, "teleport"):
             remedy = f"left out with --model {self.model}: only appnp has it"
             yield "teleport", self.teleport != type(self).teleport, remedy
@@ -689,5 +688,4 @@ def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
             f"--ranks {ranks} cannot be divided among --servers {servers}. "
             "Make the ranks a multiple of the servers."
         )
-
     return ranks // servers

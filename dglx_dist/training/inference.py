@@ -254,7 +254,6 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
         columns = _read_edge_columns(g, edge_feats)
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
-
     passes = [_make_pass(step) for step in steps]
     return _infer(module, g, 1, passes, rows, batch_size, ntypes, mask, edge_feats)
 
@@ -351,11 +350,9 @@ def _make_compute(
         for path, tensor in rows.items():
             source_ids = blocks[0].srcnodes[find_type(path, g)].data[dgl.NID]
             inputs[path] = tensor[source_ids].to(device, dtype)
-
         graph_blocks = [_place_with_degrees(block, g, device) for block in blocks]
         for block in graph_blocks:
             note_edge_order(block, g.orig_edge_ids)
-
         output = run_pass(graph_blocks, nest(inputs))
         return _select_leaves(ntype, output, g, len(ids))
 
@@ -418,7 +415,6 @@ def find_type(path: Path, g: DistGraph) -> str:
     for key in path:
         if key in g.ntypes:
             return str(key)
-
     if len(g.ntypes) > 1:
         raise ConfigError(
             f"the rows in {_format_path(path, 'a tensor')} belong to no node type. With several types, use "
@@ -642,7 +638,6 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
     # The generator checks the batch size when its first range is requested.
     next(split_range((0, 0), options["batch_size"]), None)
-
     if options["num_layers"] is None:
         list_layers(gather_module(model), None, None)
     else:
@@ -788,7 +783,6 @@ def _make_random_graphs(
     blocks = [random_block(num_dst, num_src, 3 * num_dst, generator) for num_src, num_dst in pairwise(sizes)]
     graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
     graph.ndata[dgl.NID] = graph.nodes()
-
     for block in (*blocks, graph):
         for name, column in edges.items():
             values = torch.rand(block.num_edges(), *column.shape[1:], generator=generator)

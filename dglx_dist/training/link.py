@@ -494,7 +494,6 @@ class LinkModel(nn.Module):
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
                 "whole graph, which count validation and test edges. Use --model sage, sgc or gat."
             )
-
         self.encoder = encoder
         self.decoder = decoder
         self.etypes = list(etypes)
@@ -535,7 +534,6 @@ def compute_rows(
         rows = layerwise_inference(module.encoder, g, feature=feature, inputs=rows, mask=TRAIN)
     if not isinstance(rows, dict):
         rows = {g.ntypes[0]: rows}
-
     yield rows
     if module.encoder is not None:
         for tensor in rows.values():
@@ -767,7 +765,6 @@ class LinkEvaluation:
                 source_rows = rows[ntypes[0]][source]
                 pairs = [decoder(source_rows, relation, destination_rows[ids]) for ids in destinations]
                 scores.append(torch.stack(pairs).cpu())
-
             return torch.cat(ranks), torch.cat(scores, 1)
 
         session = self.g.session

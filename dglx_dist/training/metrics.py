@@ -114,7 +114,6 @@ def _average_columns(
     """Return the mean of ``metric`` over the columns where its value is a number. NaN without any."""
     if score.dim() == 1:
         return metric(score, label, session)
-
     values = []
     for column_scores, column_labels in zip(score.T, label.T, strict=True):
         value = metric(column_scores, column_labels, session)
