@@ -124,7 +124,6 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
         return lambda _edges: NOTHING_EXCLUDED
     if callable(exclude):
         return lambda edges: _call_exclude(g, exclude, edges)
-
     complete: dict[EdgeType, dict[EdgeType, FindReverse]] = {}
     for etype, finders in reverse.items():
         complete[etype] = {}
