@@ -140,7 +140,6 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
         items = list(enumerate(value))
     else:
         return {path: value}
-
     leaves: dict[Path, Any] = {}
     for key, item in items:
         leaves |= flatten(item, (*path, key))
@@ -157,7 +156,6 @@ def nest(leaves: Mapping[Path, T]) -> Any:
     for (key, *subpath), leaf in leaves.items():
         subtrees.setdefault(key, {})[tuple(subpath)] = leaf
     values = {key: nest(subtree) for key, subtree in subtrees.items()}
-
     is_tuple = len(values) > 0 and all(isinstance(key, int) for key in values)
     if not is_tuple:
         return values
@@ -398,7 +396,6 @@ def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[P
         return {(): _read_feature(g, g.ntypes[0], feature)}
     if inputs is None:
         return {(ntype,): _read_feature(g, ntype, feature) for ntype in g.ntypes}
-
     rows: _Rows = flatten(inputs)
     for path, tensor in rows.items():
         ntype = find_type(path, g)
@@ -406,7 +403,6 @@ def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[P
             raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
         if len(tensor) != g.num_nodes(ntype):
             raise ConfigError(f"inputs has {len(tensor)} rows for {g.num_nodes(ntype)} nodes {ntype!r}")
-
     return rows
 
 
@@ -432,7 +428,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dict[Path, Tensor]:
-    """Return the rows of a node type by path. Raise ConfigError unless each has ``num_nodes`` rows."""
+    """Return the rows of a node type by path. Raise ConfigError if one has not ``num_nodes`` rows."""
     leaves = {}
     for path, leaf in flatten(output).items():
         if find_type(path, g) != ntype:
@@ -446,7 +442,6 @@ def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dic
                 f"{num_nodes} nodes of {ntype!r}"
             )
         leaves[path] = leaf
-
     return leaves
 
 
@@ -479,7 +474,9 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
         for ntype, ranges in ranges_of.items():
             expected_paths = {path for path in results if find_type(path, g) == ntype}
             for index, (first, last) in enumerate(ranges):
-                batch = first_batches.pop(ntype) if index == 0 else compute(ntype, np.arange(first, last))
+                # The first batch of each type is computed already.
+                ids = np.arange(first, last)
+                batch = first_batches.pop(ntype) if index == 0 else compute(ntype, ids)
                 if set(batch) != expected_paths:
                     raise ConfigError(
                         f"a layer returned rows for some nodes of type {ntype!r} but not for {first} to "
@@ -669,9 +666,11 @@ def _resolve_masks(g: DistGraph, masks: Sequence[str] | None, label: str, ntype:
                 "node. Convert it with column.bool() before dx.distribute."
             )
 
-    if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
+    column = data[label]
+    has_classes = column.ndim == 1 and not column.dtype.is_floating_point
+    if task == CLASSIFICATION and not has_classes:
         raise ConfigError(
-            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "
+            f"{label!r} is {column.dtype} of shape {column.shape}, but accuracy needs one whole "
             "number per node. Pass such a column as label=."
         )
 
@@ -701,7 +700,6 @@ def _measure_accuracy(
         for index, name in enumerate(names):
             is_inside = data[name][rows].bool() & (labels >= 0)
             counts[index] += torch.stack([(is_correct & is_inside).sum(), is_inside.sum()])
-
     totals = sum_over_ranks(counts, g.session, phase="metrics").tolist()
     accuracy = {}
     for name, (num_correct, num_labelled) in zip(names, totals, strict=True):
@@ -766,7 +764,7 @@ def check_layers(
         except MODEL_ERRORS as error:
             raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
         for depth, layer in enumerate(layers):
-            if _differ(forward_rows[id(layer)], step_rows[id(layer)]):
+            if _have_different_rows(forward_rows[id(layer)], step_rows[id(layer)]):
                 raise ConfigError(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "
                     f"would be wrong; {_REMEDY}"
@@ -780,7 +778,9 @@ def _make_random_graphs(
     """Return blocks that fit each other, and a graph. Both have random values in the edge columns."""
     # Each block has fewer nodes than the block before. The last one has ``_NUM_CHECKED`` destinations.
     sizes = range(_NUM_CHECKED * (num_blocks + 1), 0, -_NUM_CHECKED)
-    blocks = [random_block(num_dst, num_src, 3 * num_dst, generator) for num_src, num_dst in pairwise(sizes)]
+    blocks = []
+    for num_src, num_dst in pairwise(sizes):
+        blocks.append(random_block(num_dst, num_src, 3 * num_dst, generator))
     graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
     graph.ndata[dgl.NID] = graph.nodes()
     for block in (*blocks, graph):
@@ -801,7 +801,7 @@ def _find_rows(
     return rows_of
 
 
-def _differ(forward_calls: Sequence[Tensor], step_calls: Sequence[Tensor]) -> bool:
+def _have_different_rows(forward_calls: Sequence[Tensor], step_calls: Sequence[Tensor]) -> bool:
     """Return whether a layer got other rows. A layer that is not called exactly once is not compared."""
     if len(forward_calls) != 1 or len(step_calls) != 1:
         return False

@@ -133,7 +133,6 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     etypes = g.canonical_etypes
     if names:
         return [resolve_etype(name, etypes) for name in names]
-
     targets = []
     for etype in etypes:
         if not any(_has_name_of_reverse(etype, peer) for peer in etypes):
@@ -469,7 +468,6 @@ def _concatenate_rows(pair_graph: Any, h: Mapping[str, Tensor]) -> Tensor:
             )
         # A model may return rows of more nodes.
         rows.append(h[ntype][:num_nodes])
-
     return torch.cat(rows)
 
 
@@ -506,7 +504,9 @@ class LinkModel(nn.Module):
         if self.encoder is None:
             # Without messages, the ends of the edges are the first sources of the only block.
             inputs = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
-            rows = {ntype: values[: blocks[-1].num_dst_nodes(ntype)] for ntype, values in inputs.items()}
+            rows = {}
+            for ntype, values in inputs.items():
+                rows[ntype] = values[: blocks[-1].num_dst_nodes(ntype)]
         else:
             rows = self.encoder(blocks, h)
             if pair_graphs:
@@ -643,7 +643,6 @@ class LinkEvaluation:
             if ntypes[0] == ntypes[1]:
                 sources = torch.from_numpy(edges[1, batch]).to(candidates.device)
                 candidates[torch.arange(len(sources), device=sources.device), sources] = -math.inf
-
             best = candidates.topk(num_best)
             scores[batch] = positive.cpu()
             best_ids[batch] = best.indices.cpu()
@@ -671,7 +670,6 @@ class LinkEvaluation:
                 if gather_int64([num_edges], self.g.session).any():
                     self._edges_by_split[mask] = split_edges
             self._true_edges = self._find_true_edges(self._edges_by_split.values())
-
         module: Any = gather_module(model)
         open_rows: Any = nullcontext(stored)
         if stored is None:
@@ -689,7 +687,6 @@ class LinkEvaluation:
         for relation, etype in enumerate(g.canonical_etypes):
             if etype not in self.targets or split not in g.edges[etype].data:
                 continue
-
             ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
             source, destination = (ends.numpy() for ends in g.find_edges(ids, etype))
             random_words = hash_ids(ids, stream_key(0, 1, relation))
@@ -701,7 +698,6 @@ class LinkEvaluation:
             if ntypes in edges_by_ntypes:
                 edges = np.concatenate([edges_by_ntypes[ntypes], edges], 1)
             edges_by_ntypes[ntypes] = edges
-
         return edges_by_ntypes
 
     def _make_queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
@@ -739,8 +735,8 @@ class LinkEvaluation:
                 continue
             owned_range = g.get_edge_partition_policy(etype).owned_range
             for first, last in split_range(owned_range, _EDGES_AT_ONCE):
-                source, destination = (ends.numpy() for ends in g.find_edges(np.arange(first, last), etype))
-                edges = np.stack([np.full_like(source, relation), source, destination])
+                source, destination = g.find_edges(np.arange(first, last), etype)
+                edges = torch.stack([torch.full_like(source, relation), source, destination]).numpy()
                 for query in self._make_queries((etype[0], etype[2]), edges):
                     answers.append(query[:, np.isin(make_keys(query), query_keys)])
 

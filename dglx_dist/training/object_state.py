@@ -44,7 +44,6 @@ def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], d
             "kind": type(stateful).__name__,
             "value": _encode(f"state[{name!r}]", name, stateful.state_dict(), tensors),
         }
-
     return tensors, values
 
 
@@ -64,10 +63,11 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
     if value is None or type(value) in (bool, int, float, str):
         return value
     if _MAPPINGS.get(class_name) is type(value) and isinstance(value, Mapping):
-        for key in value:
+        entries: list[Any] = []
+        for key, item in value.items():
             if type(key) not in (bool, int, float, str, type(None)):
                 raise CheckpointError(f"{path} has a key {key!r} of type {type(key).__name__}. Use strings.")
-        entries = [[key, _encode(f"{path}[{key!r}]", name, item, tensors)] for key, item in value.items()]
+            entries.append([key, _encode(f"{path}[{key!r}]", name, item, tensors)])
         return {"mapping": class_name, "items": entries}
 
     if isinstance(value, list | tuple | set) and _SEQUENCES.get(class_name) is type(value):
@@ -98,9 +98,13 @@ def find_prefix(entry: Mapping[str, Any], rank: int) -> str:
 def select_values(
     path: object, entry: Mapping[str, Any], objects: Mapping[str, Stateful], session: Session
 ) -> Mapping[str, Any]:
-    """Return the saved values of this rank. Raise CheckpointError unless they belong to ``objects``."""
+    """Return the saved values of this rank. Raise CheckpointError if ``objects`` are not the saved ones."""
     is_per_rank = "per_rank" in entry
-    saved_states = entry["per_rank"] if is_per_rank else [entry.get("values", {})]
+    saved_states = [entry.get("values", {})]
+    index = 0
+    if is_per_rank:
+        saved_states = entry["per_rank"]
+        index = session.topology.rank
     if objects.keys() != saved_states[0].keys():
         raise CheckpointError(
             f"{path} has state of {sorted(saved_states[0]) or 'no objects'}, but state= has "
@@ -115,7 +119,8 @@ def select_values(
             f"with {session.strategy!r})."
         )
 
-    values: Mapping[str, Any] = saved_states[session.topology.rank if is_per_rank else 0]
+    # Another number of ranks was rejected above, so there is an entry for each rank.
+    values: Mapping[str, Any] = saved_states[index]
     for name, stateful in objects.items():
         class_name = type(stateful).__name__
         saved_name = values[name]["kind"]
@@ -296,7 +301,6 @@ def build_optimizer_state(
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
         state[positions[name]][key] = tensor
-
     groups = []
     current_groups = optimizer.state_dict()["param_groups"]
     for index, (group, current_group) in enumerate(zip(plain["groups"], current_groups, strict=True)):
@@ -334,7 +338,10 @@ def _check_group(
         return
 
     # A parameter of each dimension stands for all of that dimension, with the size 2 along each axis.
-    examples = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in group["params"]}
+    examples: dict[int, Tensor] = {}
+    for parameter in group["params"]:
+        shape = (2,) * parameter.dim()
+        examples[parameter.dim()] = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     example_state = _take_example_step(type(optimizer), examples, settings)
     positions = optimizer.state_dict()["param_groups"][index]["params"]
     for position, parameter in zip(positions, group["params"], strict=True):
