@@ -124,14 +124,14 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
         return lambda _edges: NOTHING_EXCLUDED
     if callable(exclude):
         return lambda edges: _call_exclude(g, exclude, edges)
-    complete: dict[EdgeType, dict[EdgeType, FindReverse]] = {}
+    finders_by_type: dict[EdgeType, dict[EdgeType, FindReverse]] = {}
     for etype, finders in reverse.items():
-        complete[etype] = {}
+        finders_by_type[etype] = {}
         for reverse_etype, find_reverse in finders.items():
             if find_reverse is None:
                 find_reverse = _look_up(_match_reverse_edges(g, etype, reverse_etype))
-            complete[etype][reverse_etype] = find_reverse
-    return lambda edges: _exclude_with_reverse(edges, complete)
+            finders_by_type[etype][reverse_etype] = find_reverse
+    return lambda edges: _exclude_with_reverse(edges, finders_by_type)
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType) -> DistTensor:

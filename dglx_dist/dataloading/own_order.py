@@ -51,7 +51,7 @@ class UserColumns:
         for type_name, ids in group_by_type(seeds, counts, item).items():
             for name, reference in self._columns.get(type_name, {}).items():
                 mask = reference()
-                if mask is None or not _has_only_ids_of(mask, ids):
+                if mask is None or not _is_mask_of(mask, ids):
                     continue
                 # Ids of this graph are in the mask of this graph.
                 new_mask = frames[type_name].data[name]
@@ -83,7 +83,7 @@ class UserColumns:
         return batch_ids
 
 
-def _has_only_ids_of(mask: Tensor, ids: Any) -> bool:
+def _is_mask_of(mask: Tensor, ids: Any) -> bool:
     """Return whether ``mask`` is a mask that holds for all ``ids``, and hardly does so by chance."""
     if mask.dtype != torch.bool or mask.dim() != 1:
         return False
@@ -108,7 +108,7 @@ class _BatchIds(Tensor):
         """
         if func in _INDEXING:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            _check_indexed(tensors)
+            _refuse_indexed_columns(tensors)
         with plain_tensors():
             return func(*args, **(kwargs or {}))
 
@@ -116,7 +116,7 @@ class _BatchIds(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
-def _check_indexed(tensors: Sequence[Tensor]) -> None:
+def _refuse_indexed_columns(tensors: Sequence[Tensor]) -> None:
     """Raise ConfigError if ids of a batch and a column of the script's graph are among ``tensors``."""
     columns = None
     for tensor in tensors:

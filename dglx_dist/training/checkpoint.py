@@ -150,7 +150,6 @@ def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) ->
             f"{checkpoint} has {len(checksums)} optimizers of embeddings, but sparse= has "
             f"{len(optimizers)}. Pass the optimizers of the saved run in the same order."
         )
-
     for index, optimizer in enumerate(optimizers):
         folder = _sparse_folder(checkpoint, index)
         if _checksum_index(folder) != checksums[index]:
@@ -493,14 +492,12 @@ class CheckpointWriter:
         for report in reports:
             if report["problem"]:
                 raise CheckpointError(report["problem"])
-
         checksums = []
         for index, (_, metadata) in enumerate(snapshot.rows):
             row_entries = [report["rows"][index] for report in reports]
             index_shares(_sparse_folder(folder, index), row_entries, metadata)
             checksums.append(_checksum_index(_sparse_folder(folder, index)))
         tensors = dict(chain.from_iterable(report["tensors"].items() for report in reports))
-
         with name_write_failures(final):
             write_json(folder / STATE_NAME, {**snapshot.state, "sparse": checksums, "tensors": tensors})
             publish_or_replace(folder, final)
@@ -860,7 +857,6 @@ def _check_values(json_values: Mapping[str, object], weights: Mapping[str, objec
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name} cannot be saved ({error}). Use JSON values only.") from error
-
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(

@@ -91,7 +91,6 @@ def find_latest(folder: str | Path) -> Path:
     newest = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
     if newest is not None:
         return newest
-
     remedy = "save one first, or start without resuming"
     weights_file = Path(folder) / BEST_WEIGHTS
     seed_folders = sorted(map(str, Path(folder).glob("seed-*/")))

@@ -69,7 +69,6 @@ def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
                 f"metric {name} is not one of {task}{suggest_name(name, allowed)}. Choose some of "
                 f"{', '.join(allowed)}, or another --task."
             )
-
     if metrics:
         return metrics
     num_defaults = {CLASSIFICATION: 1, LINK: 5}.get(task, 2)
@@ -234,7 +233,6 @@ def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> f
     if step < num_warmup_steps:
         # The factor of the first step is above 0, and the factor of the last warmup step is 1.
         return (step + 1) / num_warmup_steps
-
     if config.schedule == "cosine":
         share = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
         return 0.5 * (1 + math.cos(math.pi * share))
@@ -325,7 +323,6 @@ class ModelConfig:
                 f"--model {self.model} has no --{' and --'.join(missing_names)}. {list_kinds('jk')} have "
                 "--norm, --residual and --jk, and rgcn has --norm and --residual."
             )
-
         check_values(self, self._model_checks())
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
@@ -531,11 +528,9 @@ class TrainConfig(RunOptions, ModelConfig):
         for name in _INIT_ARGUMENTS:
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is not an option of a strategy. See `dglx train --help`.")
-
         super().__post_init__()
         check_run(self)
         check_values(self, (*self._checks(), *self._export_checks(), *self._link_checks()))
-
         if not self.out:
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
@@ -549,12 +544,10 @@ class TrainConfig(RunOptions, ModelConfig):
         # A copy of this record has the file as its model already.
         if self.model not in ("sage", model):
             raise ConfigError(f"--model-file {model_file} replaces --model {self.model}. Use one of the two.")
-
         try:
             digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError as error:
             raise ConfigError(f"--model-file {path} cannot be read: {error.strerror}") from None
-
         object.__setattr__(self, "model", model)
         # Copies of the record belong to one run, so they keep the checksum of the first record.
         if not self.model_sha256:
@@ -599,7 +592,6 @@ class TrainConfig(RunOptions, ModelConfig):
             remedy = "left out with --layers 1, whose only layer gives the scores"
             yield "save-embeddings", is_shallow, remedy
         yield "scores", self.scores and not self.predictions, "combined with --predictions DIR"
-
         folders = [Path(path).absolute() for path in (self.predictions, self.save_embeddings) if path]
         is_nested = any(inner.is_relative_to(outer) for inner, outer in permutations(folders, 2))
         yield "save-embeddings", is_nested, "another folder than --predictions, and neither in the other"
@@ -645,7 +637,6 @@ class TrainConfig(RunOptions, ModelConfig):
             yield "split-time", is_wrong, "two rising times, combined with --time COLUMN"
         if self.time is None:
             return
-
         remedy = "combined with --split-time T1,T2, the ends of training and validation edges"
         yield "time", self.split_time is None, remedy
         remedy = "left out with --time, because rows of a node differ from time to time"

@@ -211,7 +211,6 @@ def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> d
         return {"": rows}
     if not rows:
         raise ConfigError("there are no rows to write. Pass a DistTensor or a mapping from node type to one.")
-
     tables = {}
     for key, tensor in rows.items():
         label = f"rows[{key!r}]"

@@ -53,12 +53,10 @@ def f1(
         """Return three rows of counts per class: correct predictions, predictions and labels."""
         if average not in ("macro", "micro"):
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
-
         if predicted.dtype == torch.bool:
             _check_pair(predicted, label, "labels")
             truth = label.to(torch.bool)
             return torch.stack([(predicted & truth).sum(0), predicted.sum(0), truth.sum(0)])
-
         classes = _as_classes(predicted, label)
         class_rows = (label[classes == label], classes, label)
         class_counts = [torch.bincount(rows, minlength=num_classes) for rows in class_rows]
@@ -382,7 +380,6 @@ def _remove_known(
     largest = int(all_columns.max()) if len(all_columns) else -1
     if largest >= scores.shape[1]:
         raise ConfigError(f"answer {largest} is beyond the {scores.shape[1]} candidates. Score all of them.")
-
     rows = torch.arange(len(scores), device=scores.device)
     columns = answer.to(scores.device)
     positive = scores[rows, columns]

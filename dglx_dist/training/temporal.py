@@ -118,7 +118,6 @@ class TemporalLinks:
                 candidates = Uniform(_NUM_CANDIDATES, "tail")
                 options = self._describe_loader(split, candidates)
                 self._loaders[split] = DistEdgeDataLoader(self.g, **options, batch_size=256)
-
             with evaluating(module):
                 positive, negative = self._score(module, self._loaders[split])
             for name in self.metrics:

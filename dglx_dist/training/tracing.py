@@ -83,11 +83,11 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
         _write_part(path, _build_trace([own_spans], num_completed, num_steps, session), session)
         raise
 
-    def write_all() -> None:
+    def write_merged_trace() -> None:
         if session.topology.rank == 0:
             write_trace(path, _build_trace(all_spans, num_completed, num_steps, session))
 
-    run_on_all_ranks(session, write_all)
+    run_on_all_ranks(session, write_merged_trace)
 
 
 def _collect_spans(session: Session, clock: Clock) -> RankSpans:
