@@ -385,9 +385,12 @@ def build_pairs(
     # The keys of all sources of the positive pairs come first, then their destinations, then both ends of
     # the negative pairs.
     key_arrays = []
+    set_sizes = []
     for pairs in pair_sets:
-        key_arrays.append(np.concatenate([pairs[etype][0] + type_bits[etype[0]] for etype in etypes]))
-        key_arrays.append(np.concatenate([pairs[etype][1] + type_bits[etype[2]] for etype in etypes]))
+        source_keys = [pairs[etype][0] + type_bits[etype[0]] for etype in etypes]
+        destination_keys = [pairs[etype][1] + type_bits[etype[2]] for etype in etypes]
+        key_arrays += source_keys + destination_keys
+        set_sizes.append(sum(map(len, source_keys)))
 
     # Number all nodes of all pairs at once, by type and then by id.
     distinct_keys, rows = np.unique(np.concatenate(key_arrays), return_inverse=True)
@@ -410,10 +413,10 @@ def build_pairs(
             seed_times[ntype] = distinct_times[start:stop]
 
     graphs = []
-    num_read = 0
-    for pairs, sources in zip(pair_sets, key_arrays[::2], strict=True):
-        ends = rows[num_read : num_read + 2 * len(sources)].reshape(2, -1)
-        num_read += ends.size
+    first_row = 0
+    for pairs, num_pairs in zip(pair_sets, set_sizes, strict=True):
+        ends = rows[first_row : first_row + 2 * num_pairs].reshape(2, num_pairs)
+        first_row += 2 * num_pairs
         graphs.append(_build_pair_graph(ntypes, etypes, starts, pairs, ends))
         for ntype, node_ids in seeds.items():
             graphs[-1].nodes[ntype].data[dgl.NID] = torch.from_numpy(node_ids)
