@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
@@ -80,37 +80,37 @@ def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, rever
     """
     if exclude is not None and not callable(exclude) and exclude not in MODES:
         raise ConfigError(f"exclude={exclude!r}. Choose None, {', '.join(map(repr, MODES))}, or a function.")
-    ids = "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph."
-    types = "Pass {edge type: type of its reverse edges}."
-    for name, mode, value, advice in (
-        ("reverse_eids", "reverse_id", reverse_eids, ids),
-        ("reverse_etypes", "reverse_types", reverse_etypes, types),
-    ):
-        if exclude == mode and value is None:
-            raise ConfigError(f"exclude={mode!r} needs {name}=. {advice}")
-        if exclude != mode and value is not None:
-            raise ConfigError(f"exclude={exclude!r} does not use {name}. Pass exclude={mode!r}.")
-
-    if exclude not in ("reverse_id", "reverse_types"):
-        return {}
-    is_by_id = exclude == "reverse_id"
-    reverse = _read_reverse_ids(g, reverse_eids) if is_by_id else _read_reverse_types(g, reverse_etypes)
-
+    advice = "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph."
+    _check_mode_option(exclude, "reverse_id", "reverse_eids", reverse_eids, advice)
+    advice = "Pass {edge type: type of its reverse edges}."
+    _check_mode_option(exclude, "reverse_types", "reverse_etypes", reverse_etypes, advice)
     # As in DGL, a type that reverse_etypes leaves out has no reverse edges to exclude.
-    missing = [etype for etype in _etypes_with_items(edges) if is_by_id and etype not in reverse]
-    if missing:
-        raise ConfigError(
-            f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has "
-            "edges to train on. Add it, or leave the type out of the edges."
-        )
+    if exclude == "reverse_types":
+        return _read_reverse_types(g, reverse_etypes)
+    if exclude != "reverse_id":
+        return {}
 
-    for etype, tables in reverse.items():
-        for back, table in tables.items():
-            if table is not None:
-                ids_to_check = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
-                _check_reverse(g, etype, back, table, ids_to_check)
-
+    reverse = _read_reverse_ids(g, reverse_eids)
+    for etype in _list_nonempty_types(edges):
+        if etype not in reverse:
+            raise ConfigError(
+                f"exclude={exclude!r} does not define the reverse of {etype}, which has "
+                "edges to train on. Add it, or leave the type out of the edges."
+            )
+    for etype, finders in reverse.items():
+        ids_to_check = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
+        for reverse_etype, find_reverse in finders.items():
+            assert find_reverse is not None
+            _check_reverse(g, etype, reverse_etype, find_reverse, ids_to_check)
     return reverse
+
+
+def _check_mode_option(exclude: Any, mode: str, name: str, value: Any, advice: str) -> None:
+    """Raise ConfigError if the option ``name`` is missing for its mode, or set for another mode."""
+    if exclude == mode and value is None:
+        raise ConfigError(f"exclude={mode!r} needs {name}=. {advice}")
+    if exclude != mode and value is not None:
+        raise ConfigError(f"exclude={exclude!r} does not use {name}. Pass exclude={mode!r}.")
 
 
 def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
@@ -121,96 +121,111 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
     option is ``reverse_types``, because the ranks then compute the reverse edges together.
     """
     if exclude is None:
-        return lambda _: NOTHING_EXCLUDED
+        return lambda _edges: NOTHING_EXCLUDED
     if callable(exclude):
         return lambda edges: _call_exclude(g, exclude, edges)
-    finders_by_type = {
-        etype: {
-            reverse_etype: find_reverse or _look_up(_match_reverse_edges(g, etype, reverse_etype))
-            for reverse_etype, find_reverse in finders.items()
-        }
-        for etype, finders in reverse.items()
-    }
+    finders_by_type: dict[EdgeType, dict[EdgeType, FindReverse]] = {}
+    for etype, finders in reverse.items():
+        finders_by_type[etype] = {}
+        for reverse_etype, find_reverse in finders.items():
+            if find_reverse is None:
+                find_reverse = _look_up(_match_reverse_edges(g, etype, reverse_etype))
+            finders_by_type[etype][reverse_etype] = find_reverse
     return lambda edges: _exclude_with_reverse(edges, finders_by_type)
 
 
-def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
+def _match_reverse_edges(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType) -> DistTensor:
     """Return the reverse edges of all edges of ``etype``. Every rank must call this.
 
     Edges are matched by position in the source's edge list if the ends of those pairs agree. Otherwise they
     are matched by their ends, because parts that DGL has cut list the edges of the cut graph.
     """
-    matched_ids = reverse_edge_ids(g, etype, reverse_etype=back, by="position")
-    first, last = matched_ids.local_range
+    reverse_ids = reverse_edge_ids(g, etype, reverse_etype=reverse_etype, by="position")
+    first, last = reverse_ids.local_range
     ids = np.arange(first, min(last, first + _NUM_CHECKED))
-    ends = g.find_edges(ids, etype)
-    reverse = g.find_edges(matched_ids[ids], back)
-    num_wrong = int((ends[0] != reverse[1]).sum() + (ends[1] != reverse[0]).sum())
-    if gather_int64([num_wrong], g.session).any():
-        return reverse_edge_ids(g, etype, reverse_etype=back)
-    return matched_ids
-
-
-def _check_reverse(g: DistGraph, etype: EdgeType, back: EdgeType, table: FindReverse, ids: Array) -> None:
-    # Compare the ends of edges with the ends of their reverse edges.
-    reverse = table(ids)
-    ids = ids[reverse != NO_REVERSE]
-    reverse = reverse[reverse != NO_REVERSE]
     sources, destinations = g.find_edges(ids, etype)
-    back_sources, back_destinations = g.find_edges(reverse, back)
-    wrong_indices = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
-    if len(wrong_indices):
-        k = int(wrong_indices[0])
+    reverse_sources, reverse_destinations = g.find_edges(reverse_ids[ids], reverse_etype)
+    is_wrong = (sources != reverse_destinations) | (destinations != reverse_sources)
+    if gather_int64([int(is_wrong.sum())], g.session).any():
+        return reverse_edge_ids(g, etype, reverse_etype=reverse_etype)
+    return reverse_ids
+
+
+def _check_reverse(
+    g: DistGraph, etype: EdgeType, reverse_etype: EdgeType, find_reverse: FindReverse, ids: Array
+) -> None:
+    """Raise ConfigError if the ends of an edge are not those of its reverse edge, swapped."""
+    reverse_ids = find_reverse(ids)
+    has_reverse = reverse_ids != NO_REVERSE
+    ids = ids[has_reverse]
+    reverse_ids = reverse_ids[has_reverse]
+    sources, destinations = g.find_edges(ids, etype)
+    reverse_sources, reverse_destinations = g.find_edges(reverse_ids, reverse_etype)
+    is_wrong = (sources != reverse_destinations) | (destinations != reverse_sources)
+    if bool(is_wrong.any()):
+        k = int(is_wrong.nonzero()[0, 0])
         ends = f"{sources[k]} -> {destinations[k]}"
-        back_ends = f"{back_sources[k]} -> {back_destinations[k]}"
+        reverse_ends = f"{reverse_sources[k]} -> {reverse_destinations[k]}"
         raise ConfigError(
-            f"reverse_eids[{ids[k]}] of {etype} is {reverse[k]}, but edge {ids[k]} is {ends} "
-            f"and edge {reverse[k]} is {back_ends}. Ids change when a graph is partitioned: "
+            f"reverse_eids[{ids[k]}] of {etype} is {reverse_ids[k]}, but edge {ids[k]} is {ends} "
+            f"and edge {reverse_ids[k]} is {reverse_ends}. Ids change when a graph is partitioned: "
             "pass reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is "
             "what you want."
         )
 
 
-def _exclude_with_reverse(edges: Edges, find: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]) -> Excluded:
-    pieces = {etype: [ids] for etype, ids in edges.items()}
-    for etype, tables in find.items():
-        for back, table in tables.items() if len(edges.get(etype, ())) else ():
-            ids = table(edges[etype])
-            pieces.setdefault(back, []).append(ids[ids != NO_REVERSE])
-    return {etype: np.unique(np.concatenate(parts)) for etype, parts in pieces.items()}
+def _exclude_with_reverse(
+    edges: Edges, reverse: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]
+) -> Excluded:
+    """Return the edges of a batch and their reverse edges, each (K,) ascending and distinct."""
+    excluded = {etype: [ids] for etype, ids in edges.items()}
+    for etype, finders in reverse.items():
+        if not len(edges.get(etype, ())):
+            continue
+        for reverse_etype, find_reverse in finders.items():
+            ids = find_reverse(edges[etype])
+            excluded.setdefault(reverse_etype, []).append(ids[ids != NO_REVERSE])
+    return {etype: np.unique(np.concatenate(id_arrays)) for etype, id_arrays in excluded.items()}
 
 
 def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> Excluded:
-    # As in DGL, the function gets a plain tensor if the graph has one edge type.
-    ids_by_type = {etype: torch.from_numpy(ids) for etype, ids in edges.items() if len(ids)}
-    if not ids_by_type:
+    """Return the edges that the user's function excludes for a batch. It is not called without edges."""
+    batch: Any = {etype: torch.from_numpy(ids) for etype, ids in edges.items() if len(ids)}
+    if not batch:
         return NOTHING_EXCLUDED
-    answer = exclude(ids_by_type if len(g.canonical_etypes) > 1 else next(iter(ids_by_type.values())))
-    return read_excluded_edges(g, answer)
+    # As in DGL, the function gets a plain tensor if the graph has one edge type.
+    if len(g.canonical_etypes) == 1:
+        batch = batch[g.canonical_etypes[0]]
+    return read_excluded_edges(g, exclude(batch))
 
 
 def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
+    """Return the option ``reverse_etypes`` with None for each function, because all ranks compute it."""
     if not isinstance(reverse_etypes, Mapping):
         raise ConfigError(f"reverse_etypes is {reverse_etypes!r}. Pass {{edge type: its reverse edge type}}.")
-    types = {g.to_canonical_etype(key): g.to_canonical_etype(value) for key, value in reverse_etypes.items()}
-    for etype, back in types.items():
-        if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
+
+    reverse: dict[EdgeType, dict[EdgeType, FindReverse | None]] = {}
+    for key, value in reverse_etypes.items():
+        etype = g.to_canonical_etype(key)
+        reverse_etype = g.to_canonical_etype(value)
+        if (reverse_etype[0], reverse_etype[2]) != (etype[2], etype[0]) or etype == reverse_etype:
             raise ConfigError(
-                f"reverse_etypes has {back} as the reverse of {etype}. It must be another "
+                f"reverse_etypes has {reverse_etype} as the reverse of {etype}. It must be another "
                 f"type, from {etype[2]!r} to {etype[0]!r}."
             )
-        if g.num_edges(etype) != g.num_edges(back):
+        if g.num_edges(etype) != g.num_edges(reverse_etype):
             raise ConfigError(
-                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {back} "
-                f"{g.num_edges(back)}, but edge i of one must be the reverse of edge i of the "
+                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {reverse_etype} "
+                f"{g.num_edges(reverse_etype)}, but edge i of one must be the reverse of edge i of the "
                 "other. Pass a function as exclude= that uses dx.reverse_edge_ids(g, etype, "
                 "reverse_etype=...)."
             )
-
-    return {etype: {back: None} for etype, back in types.items()}
+        reverse[etype] = {reverse_etype: None}
+    return reverse
 
 
 def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
+    """Return the option ``reverse_eids`` as functions. ConfigError for a wrong shape, dtype or id."""
     if not isinstance(reverse_eids, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
@@ -223,40 +238,42 @@ def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
     for key, ids in reverse_eids.items():
         etype = g.to_canonical_etype(key)
         ids_by_type = ids if isinstance(ids, Mapping) else {etype: ids}
-        tables = {g.to_canonical_etype(back): table for back, table in ids_by_type.items()}
-        reverse[etype] = {back: _read_table(g, etype, back, table) for back, table in tables.items()}
+        reverse[etype] = {}
+        for reverse_key, reverse_ids in ids_by_type.items():
+            reverse_etype = g.to_canonical_etype(reverse_key)
+            reverse[etype][reverse_etype] = _open_reverse_ids(g, etype, reverse_etype, reverse_ids)
 
     return reverse
 
 
-def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> FindReverse:
-    count = g.num_edges(etype)
-    shape, dtype = (
-        (reverse.shape, str(reverse.dtype).removeprefix("torch."))
-        if isinstance(reverse, DistTensor | Tensor)
-        else (np.shape(reverse), str(np.asarray(reverse).dtype))
-    )
-    if tuple(shape) != (count,) or dtype not in ("int32", "int64"):
+def _open_reverse_ids(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType, values: Any) -> FindReverse:
+    """Return a function that looks edges up in ``values``, the ids of the reverse edges of ``etype``."""
+    if not isinstance(values, DistTensor | Tensor):
+        values = np.asarray(values)
+    num_edges = g.num_edges(etype)
+    dtype = str(values.dtype).removeprefix("torch.")
+    if tuple(values.shape) != (num_edges,) or dtype not in ("int32", "int64"):
         raise ConfigError(
-            f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of "
-            f"shape ({count},), one per edge, as dx.reverse_edge_ids(g) returns."
+            f"reverse_eids of {etype} are {dtype} of shape {tuple(values.shape)}. Pass int64 of "
+            f"shape ({num_edges},), one per edge, as dx.reverse_edge_ids(g) returns."
         )
+    if isinstance(values, DistTensor):
+        return _look_up(values)
 
-    if isinstance(reverse, DistTensor):
-        return _look_up(reverse)
-    ids = as_array(reverse).astype(np.int64)
-    known_ids = ids[ids != NO_REVERSE]
+    reverse_ids = as_array(values).astype(np.int64)
+    known_ids = reverse_ids[reverse_ids != NO_REVERSE]
     try:
-        as_ids(known_ids, g.num_edges(back), f"the edges {back} (reverse_eids)")
+        as_ids(known_ids, g.num_edges(reverse_etype), f"the edges {reverse_etype} (reverse_eids)")
     except IndexError as error:
         raise ConfigError(f"reverse_eids: {error}. Use -1 for an edge without a reverse.") from None
-
-    return lambda edges: ids[edges]
+    return lambda ids: reverse_ids[ids]
 
 
 def _look_up(reverse: DistTensor) -> FindReverse:
-    store, key = reverse.kvstore, reverse.kvstore_key
-    return lambda edges: store.pull(key, edges, phase="sampling").numpy().astype(np.int64, copy=False)
+    """Return a function that reads the rows of ``reverse``, from other ranks if needed."""
+    store = reverse.kvstore
+    key = reverse.kvstore_key
+    return lambda ids: store.pull(key, ids, phase="sampling").numpy().astype(np.int64, copy=False)
 
 
 EdgePairs = Mapping[EdgeType, Sequence[Array]]
@@ -292,20 +309,26 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
         return merged
 
     # The user created this graph, or it was moved or changed.
-    counts = map(pair_graph.num_nodes, pair_graph.ntypes)
-    first_row = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
-    etypes = tuple(pair_graph.canonical_etypes)
-    ends = []
-    sizes = []
-    for etype in etypes:
-        sources, destinations = pair_graph.edges(etype=etype)
-        ends.append(torch.stack([sources + first_row[etype[0]], destinations + first_row[etype[2]]]).long())
-        sizes.append(len(sources))
+    first_rows = {}
+    num_rows = 0
+    for ntype in pair_graph.ntypes:
+        first_rows[ntype] = num_rows
+        num_rows += pair_graph.num_nodes(ntype)
 
-    relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
-    index = get_structure(pair_graph)
-    joined = torch.cat(ends, 1)
-    return MergedPairs(index=index, etypes=etypes, sizes=tuple(sizes), ends=joined, relation=relation)
+    ends = []
+    for etype in pair_graph.canonical_etypes:
+        sources, destinations = pair_graph.edges(etype=etype)
+        rows = [sources + first_rows[etype[0]], destinations + first_rows[etype[2]]]
+        ends.append(torch.stack(rows).long())
+    sizes = [etype_ends.shape[1] for etype_ends in ends]
+    relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return MergedPairs(
+        index=get_structure(pair_graph),
+        etypes=tuple(pair_graph.canonical_etypes),
+        sizes=tuple(sizes),
+        ends=torch.cat(ends, 1),
+        relation=relation.to(pair_graph.device),
+    )
 
 
 def gather_pair_rows(pair_graph: Any, h: Any) -> Any:
@@ -358,38 +381,48 @@ def build_pairs(
     ntypes = sorted(ntypes)
     etypes = sorted(positive)
     type_bits = {ntype: np.int64(index) << _TYPE_SHIFT for index, ntype in enumerate(ntypes)}
-    keys = [
-        np.concatenate([pairs[etype][end] + type_bits[etype[2 * end]] for etype in etypes])
-        for pairs in pair_sets
-        for end in (0, 1)
-    ]
+
+    # The keys of all sources of the positive pairs come first, then their destinations, then both ends of
+    # the negative pairs.
+    key_arrays = []
+    set_sizes = []
+    for pairs in pair_sets:
+        source_keys = [pairs[etype][0] + type_bits[etype[0]] for etype in etypes]
+        destination_keys = [pairs[etype][1] + type_bits[etype[2]] for etype in etypes]
+        key_arrays += source_keys + destination_keys
+        set_sizes.append(sum(map(len, source_keys)))
 
     # Number all nodes of all pairs at once, by type and then by id.
-    distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
+    distinct_keys, rows = np.unique(np.concatenate(key_arrays), return_inverse=True)
+    rows = rows.reshape(-1)
     distinct_times: Array | None = None
     if times:
-        pair_times = [np.concatenate([by_type[etype] for etype in etypes]) for by_type in times]
-        # The keys are those of both ends of the positives, and then of the negatives.
-        times_of_keys = np.concatenate([moments for moments in pair_times for _ in (0, 1)])
-        distinct, distinct_times, rows = _split_by_time(distinct, rows.reshape(-1), times_of_keys)
+        time_arrays = []
+        for times_by_type in times:
+            pair_times = np.concatenate([times_by_type[etype] for etype in etypes])
+            # Both ends of a pair have its time.
+            time_arrays += [pair_times, pair_times]
+        distinct_keys, distinct_times, rows = _split_by_time(distinct_keys, rows, np.concatenate(time_arrays))
 
-    starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
-    nodes = {ntype: distinct[starts[i] : starts[i + 1]] - type_bits[ntype] for i, ntype in enumerate(ntypes)}
-    rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
-    graphs = [
-        _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * index : 2 * index + 2]))
-        for index, pairs in enumerate(pair_sets)
-    ]
-    for graph in graphs:
-        for ntype, node_ids in nodes.items():
-            graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(node_ids)
+    starts = np.searchsorted(distinct_keys, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
+    seeds = {}
+    seed_times = {}
+    for ntype, (start, stop) in zip(ntypes, pairwise(starts), strict=True):
+        seeds[ntype] = distinct_keys[start:stop] - type_bits[ntype]
+        if distinct_times is not None:
+            seed_times[ntype] = distinct_times[start:stop]
 
+    graphs = []
+    first_row = 0
+    for pairs, num_pairs in zip(pair_sets, set_sizes, strict=True):
+        ends = rows[first_row : first_row + 2 * num_pairs].reshape(2, num_pairs)
+        first_row += 2 * num_pairs
+        graphs.append(_build_pair_graph(ntypes, etypes, starts, pairs, ends))
+        for ntype, node_ids in seeds.items():
+            graphs[-1].nodes[ntype].data[dgl.NID] = torch.from_numpy(node_ids)
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
-    seed_times = {}
-    if distinct_times is not None:
-        seed_times = {ntype: distinct_times[starts[i] : starts[i + 1]] for i, ntype in enumerate(ntypes)}
-    return nodes, seed_times, graphs
+    return seeds, seed_times, graphs
 
 
 def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Array, Array]:
@@ -398,9 +431,11 @@ def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Arra
     ``rows`` are (K,) indices of ``nodes``, and ``times`` the (K,) times of the rows.
     """
     moments, moment_of_row = np.unique(times, return_inverse=True)
-    keys, index = np.unique(rows * len(moments) + moment_of_row.reshape(-1), return_inverse=True)
+    # A key is a pair of node and moment as one number.
+    row_keys = rows * len(moments) + moment_of_row.reshape(-1)
+    keys, index = np.unique(row_keys, return_inverse=True)
     node_of_key, moment_of_key = np.divmod(keys, max(len(moments), 1))
-    return nodes[node_of_key], moments[moment_of_key], index
+    return nodes[node_of_key], moments[moment_of_key], index.reshape(-1)
 
 
 def _build_pair_graph(
@@ -421,30 +456,35 @@ def _build_pair_graph(
     num_pairs = [len(pairs[etype][0]) for etype in etypes]
     merged_ends = torch.from_numpy(ends)
     type_index = {ntype: index for index, ntype in enumerate(ntypes)}
+    source_types = [type_index[etype[0]] for etype in etypes]
+    destination_types = [type_index[etype[2]] for etype in etypes]
     num_nodes = np.diff(starts).tolist()
-    stops = np.cumsum(num_pairs).tolist()
-    unit_graphs = []
-    end_types = [(type_index[source], type_index[destination]) for source, _, destination in etypes]
-    for (source, destination), size, stop in zip(end_types, num_pairs, stops, strict=True):
-        u = merged_ends[0, stop - size : stop]
-        v = merged_ends[1, stop - size : stop]
 
-        # Each type numbers its nodes from 0. The first type keeps its views, because it already does.
+    unit_graphs = []
+    first_pair = 0
+    for source, destination, size in zip(source_types, destination_types, num_pairs, strict=True):
+        source_rows, destination_rows = merged_ends[:, first_pair : first_pair + size]
+        first_pair += size
+        # Each type numbers its nodes from 0. Nodes of the first type have these numbers already.
         if starts[source]:
-            u = u - int(starts[source])
+            source_rows = source_rows - int(starts[source])
         if starts[destination]:
-            v = v - int(starts[destination])
-        num_end_types = 1 if source == destination else 2
+            destination_rows = destination_rows - int(starts[destination])
         unit_graph = heterograph_index.create_unitgraph_from_coo(
-            num_end_types, num_nodes[source], num_nodes[destination], u, v, ["coo", "csr", "csc"]
+            1 if source == destination else 2,  # number of node types
+            num_nodes[source],
+            num_nodes[destination],
+            source_rows,
+            destination_rows,
+            ["coo", "csr", "csc"],
         )
         unit_graphs.append(unit_graph)
 
-    metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*end_types, strict=True)), True)
+    metagraph = graph_index.from_coo(len(ntypes), source_types, destination_types, True)
     index = heterograph_index.create_heterograph_from_relations(
         metagraph, unit_graphs, utils.toindex(num_nodes, "int64")
     )
-    graph = dgl.DGLGraph(index, list(ntypes), [relation_name for _, relation_name, _ in etypes])
+    graph = dgl.DGLGraph(index, list(ntypes), [etype[1] for etype in etypes])
     relation = torch.from_numpy(np.repeat(np.arange(len(etypes)), num_pairs))
     graph.merged_pairs = MergedPairs(
         index=index, etypes=tuple(etypes), sizes=tuple(num_pairs), ends=merged_ends, relation=relation
@@ -464,10 +504,9 @@ class EdgeBatch(MiniBatch):
     """Requested columns of the edges: type, name in the frame, and the pending pull."""
 
     def move(self, device: torch.device, copy: Copy) -> None:
-        pairs = self.pairs
-        self.pairs = [place(graph, device, copy=copy) for graph in self.pairs]
-        for graph, before in zip(self.pairs, pairs, strict=True):
-            graph.merged_pairs = before.merged_pairs.move(graph, copy)
+        for index, graph in enumerate(self.pairs):
+            self.pairs[index] = place(graph, device, copy=copy)
+            self.pairs[index].merged_pairs = graph.merged_pairs.move(self.pairs[index], copy)
         super().move(device, copy)
 
 
@@ -512,18 +551,20 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         edges, edge_times = split_times(edges)
         seeds, seed_times, pairs = self._draw_pairs(edges, edge_times, epoch)
         batch = EdgeBatch(seeds=seeds, seed_times=seed_times, edges=edges, pairs=pairs)
-        exclude = self.exclude(edges)
+        excluded = self.exclude(edges)
         pairs_s = time.perf_counter() - begin
-        self.blocks.sample_blocks(batch, epoch, exclude, step=step)
+        self.blocks.sample_blocks(batch, epoch, excluded, step=step)
+        # ``sample_blocks`` sets the time of the blocks alone.
         batch.sample_s += pairs_s
         return batch
 
     def fetch(self, batch: EdgeBatch) -> None:
-        batch.pulls = [
-            (etype, name, self.g.kvstore.submit_pull(key, batch.edges[etype], phase=EDGE_PHASE))
-            for etype, columns in self.columns.items()
-            for name, key in columns.items()
-        ]
+        pulls = []
+        for etype, columns in self.columns.items():
+            for name, key in columns.items():
+                pull = self.g.kvstore.submit_pull(key, batch.edges[etype], phase=EDGE_PHASE)
+                pulls.append((etype, name, pull))
+        batch.pulls = pulls
         self.blocks.fetch(batch)
 
     def build(self, batch: EdgeBatch) -> None:
@@ -539,60 +580,64 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         # Every graph gets the share, because a model may read the blocks, a pair graph, or both.
         for graph in batch.pairs:
             graph.step_share = share
-        nodes = batch.input_nodes
-        blocks = batch.blocks
-        pairs = batch.pairs
-        if len(pairs) == 1:
-            return nodes, pairs[0], blocks
-        return nodes, pairs[0], pairs[1], blocks
+        if len(batch.pairs) == 1:
+            return batch.input_nodes, batch.pairs[0], batch.blocks
+        positive, negative = batch.pairs
+        return batch.input_nodes, positive, negative, batch.blocks
 
     def _draw_pairs(
         self, edges: Mapping[EdgeType, Array], times: Mapping[EdgeType, Array], epoch: int
     ) -> tuple[Mapping[str, Array], Mapping[str, Array], list[dgl.DGLGraph]]:
+        """Return the result of :func:`build_pairs` for a batch, with negatives if there is a sampler."""
         # Send all requests before waiting for the first answer.
         pending_ends = {etype: self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()}
         ends = {etype: pending() for etype, pending in pending_ends.items()}
         pair_times = [times] if times else []
         if self.negative is None:
             return build_pairs(self.g.ntypes, edges, ends, None, pair_times)
-        batch = [
-            Positives(
-                etype=etype,
-                number=number,
-                ids=ids,
-                ends=ends[etype],
-                num_nodes=(self.g.num_nodes(etype[0]), self.g.num_nodes(etype[2])),
-                seed=self.seed,
-                epoch=epoch,
-            )
-            for number, (etype, ids) in enumerate(edges.items())
-            if len(ids)
-        ]
+
+        positives = []
+        for number, (etype, ids) in enumerate(edges.items()):
+            if len(ids):
+                num_nodes = self.g.num_nodes(etype[0]), self.g.num_nodes(etype[2])
+                positives.append(
+                    Positives(
+                        etype=etype,
+                        number=number,
+                        ids=ids,
+                        ends=ends[etype],
+                        num_nodes=num_nodes,
+                        seed=self.seed,
+                        epoch=epoch,
+                    )
+                )
+
+        # Types without positive edges have no negatives.
         no_pairs: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
-        negative_pairs = dict.fromkeys(edges, no_pairs) | (self.negative(batch) if batch else {})
+        negatives = dict.fromkeys(edges, no_pairs)
+        if positives:
+            negatives |= self.negative(positives)
         if times:
             pair_times.append(
-                {etype: _repeat_times(etype, times[etype], negative_pairs[etype]) for etype in edges}
+                {etype: _repeat_times(etype, times[etype], negatives[etype]) for etype in edges}
             )
-
-        return build_pairs(self.g.ntypes, edges, ends, negative_pairs, pair_times)
+        return build_pairs(self.g.ntypes, edges, ends, negatives, pair_times)
 
 
 def _repeat_times(etype: EdgeType, times: Array, negatives: Pairs) -> Array:
-    """Return the times of negative pairs, which are those of their (B,) positive edges.
+    """Return the times of negative pairs. Each has the time of its edge in the (B,) ``times`` of positives.
 
-    Raises ConfigError unless each edge has as many negatives as the others.
+    Raises ConfigError if the edges do not have equally many negatives.
     """
     num_negatives = len(negatives[0])
-    per_edge, remainder = divmod(num_negatives, max(len(times), 1))
+    num_per_edge, remainder = divmod(num_negatives, max(len(times), 1))
     if remainder or (num_negatives and not len(times)):
         raise ConfigError(
             f"the negative sampler returned {num_negatives} pairs for {len(times)} edges of "
             f"{etype}, so the time of each pair is unknown. Return k consecutive pairs for "
             "each edge."
         )
-
-    return np.repeat(times, per_edge)
+    return np.repeat(times, num_per_edge)
 
 
 EdgesBatch: TypeAlias = (
@@ -677,20 +722,21 @@ def read_edge_options(
 
 def open_edge_maker(g: DistGraph, checked: EdgeOptions, blocks: NodeMaker) -> EdgeMaker:
     """Return the maker of batches of edges with ``blocks`` around them. Every rank must call this."""
-    mode = "a function" if callable(checked.exclude) else repr(checked.exclude)
-    types = {etype: [*tables] for etype, tables in checked.reverse.items() if None in tables.values()}
-    signature = f"{mode}, reverse_etypes={types}" if types else mode
+    signature = "a function" if callable(checked.exclude) else repr(checked.exclude)
+    if checked.exclude == "reverse_types":
+        types = {etype: [*finders] for etype, finders in checked.reverse.items()}
+        signature = f"{signature}, reverse_etypes={types}"
     check_equal(g.session, "exclude=", signature)
+
+    def open_sampler() -> DrawAll | None:
+        return open_negative(g, checked.negative, _find_negative_etypes(g, checked.items))
+
     return EdgeMaker(
         g=g,
         blocks=blocks,
         seed=resolve_seed(checked.options, g.session),
         exclude=open_exclude(g, checked.exclude, checked.reverse),
-        negative=run_on_all_ranks(
-            g.session,
-            lambda: open_negative(g, checked.negative, _find_negative_etypes(g, checked.items)),
-            ConfigError,
-        ),
+        negative=run_on_all_ranks(g.session, open_sampler, ConfigError),
         columns=checked.columns,
         user_function=_find_user_function(checked),
         signature=f"exclude {signature}, negative_sampler={checked.negative!r}",
@@ -719,19 +765,23 @@ def _read_options(
     negative: Any,
     options: Mapping[str, Any],
 ) -> EdgeOptions:
+    """Check the arguments on this rank. ``rule`` has the options of :func:`read_rule` by name."""
     labels: Any = ()
     if isinstance(sampler, EdgePredictionSampler):
         _check_wrapper(sampler, (*rule.values(), negative))
         rule = {name: getattr(sampler, name) for name in rule}
-        sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
+        negative = sampler.negative_sampler
+        labels = sampler.prefetch_labels
+        sampler = sampler.sampler
 
-    plan = read_sampler(sampler)
+    sampler_spec = read_sampler(sampler)
     loader_options = read_loader_options(options)
+    # Fixed ids are excluded from every batch, as by the option of node loaders.
     exclude = rule["exclude"]
     if exclude is not None and not isinstance(exclude, str) and not callable(exclude):
         loader_options = replace(loader_options, exclude=exclude)
         rule = {**rule, "exclude": None}
-    items = read_timed_items(g, eids, plan, loader_options, "edge")
+    items = read_timed_items(g, eids, sampler_spec, loader_options, "edge")
     return EdgeOptions(
         sampler=sampler,
         exclude=rule["exclude"],
@@ -744,6 +794,7 @@ def _read_options(
 
 
 def _check_wrapper(sampler: EdgePredictionSampler, loader_options: Sequence[Any]) -> None:
+    """Raise ConfigError if options are given twice, or the class samples edges with its own code."""
     if any(option is not None for option in loader_options):
         raise ConfigError(
             "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the "
@@ -757,6 +808,7 @@ def _check_wrapper(sampler: EdgePredictionSampler, loader_options: Sequence[Any]
 
 
 def _find_user_function(checked: EdgeOptions) -> str:
+    """Return the option that the user set to a function, as a text. Empty if there is none."""
     if callable(checked.exclude):
         return f"exclude={checked.exclude!r}"
     if checked.negative is not None and not isinstance(checked.negative, NegativeSampler):
@@ -766,8 +818,10 @@ def _find_user_function(checked: EdgeOptions) -> str:
 
 def _find_negative_etypes(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
     # A single type always counts, because a rank without edges may draw batches of other ranks.
-    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _etypes_with_items(items.ids)
+    if len(g.canonical_etypes) == 1:
+        return list(g.canonical_etypes)
+    return _list_nonempty_types(items.ids)
 
 
-def _etypes_with_items(edges: Edges) -> list[EdgeType]:
+def _list_nonempty_types(edges: Edges) -> list[EdgeType]:
     return [etype for etype, ids in edges.items() if len(ids)]

@@ -82,11 +82,16 @@ class RowMemory:
         width = math.prod(info.row_shape)
         if count == 0 or width == 0:
             return allocate_rows(count, info)
+
         with self._lock:
             arrays = self._arrays.setdefault((key, info), [])
-            counts = _count_references(arrays)
-            idle_indices = [index for index, count in enumerate(counts) if count == self._idle_references]
-            longest_index = max(idle_indices, key=lambda index: len(arrays[index]), default=None)
+            longest_index = None
+            for index, num_references in enumerate(_count_references(arrays)):
+                if num_references != self._idle_references:
+                    continue
+                if longest_index is None or len(arrays[index]) > len(arrays[longest_index]):
+                    longest_index = index
+
             if longest_index is not None and len(arrays[longest_index]) >= count:
                 array = arrays[longest_index]
             else:
@@ -99,6 +104,7 @@ class RowMemory:
         return view_as_tensor(array[:count].reshape(count, *info.row_shape), info)
 
     def _allocate(self, shape: tuple[int, int], info: ColumnInfo) -> Array:
+        """Return an uninitialised array, in page-locked memory if batches go to a GPU."""
         if self.device.type != "cuda":
             return np.empty(shape, numpy_dtype(info.dtype))
         # Keep the array that torch returns, because only that one counts as the base of the views.
@@ -108,15 +114,20 @@ class RowMemory:
     def convert(self, rows: Tensor) -> Tensor:
         """Return (K, *row) ``rows`` in the dtype of batches, without a copy if they have it already."""
         dtype = rows.dtype
-        if dtype in FLOATS:
-            dtype = self._dtype or (torch.float32 if dtype in HALVES else dtype)
+        if dtype in FLOATS and self._dtype is not None:
+            dtype = self._dtype
+        elif dtype in HALVES:
+            dtype = torch.float32
         if dtype == rows.dtype:
             return rows
-        return self.rows("", len(rows), make_column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
+        # All converted rows share the buffers of the key "".
+        buffer = self.rows("", len(rows), make_column_info(dtype, tuple(rows.shape[1:])))
+        return buffer.copy_(rows)
 
 
 def _count_references(arrays: Sequence[Array]) -> list[int]:
-    # The counts include the references of this loop. Keep the loop, because a comprehension holds others.
+    """Return the number of references to each array, including those of the loop in this function."""
+    # A comprehension would hold other references than this loop.
     counts = []
     for array in arrays:
         counts.append(sys.getrefcount(array))
@@ -124,7 +135,7 @@ def _count_references(arrays: Sequence[Array]) -> list[int]:
 
 
 def check_float(dtype: object) -> torch.dtype | None:
-    """Return ``dtype``. Raise ConfigError unless it is None or a floating-point dtype of columns."""
+    """Return ``dtype``. Raise ConfigError if it is neither None nor a floating-point dtype of columns."""
     if dtype is None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
@@ -156,7 +167,7 @@ class Columns:
 
     def group_inputs(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return the input nodes by column of the store, for ``inputs`` by node type."""
-        return {key: inputs.get(ntype, NO_ROWS) for ntype, _, key in _iterate_columns(self.inputs)}
+        return {key: inputs.get(ntype, NO_ROWS) for ntype, _name, key in _iterate_columns(self.inputs)}
 
     def claim(self, store: KVStore) -> ClaimedRows:
         """Reserve the look-ahead rows of the input columns that no other loader has reserved. Return them."""
@@ -202,11 +213,13 @@ def look_ahead(
     consumer must wait for the rows of a batch before it asks for the next batch. If a sample fails, its error
     is raised after the previous batches were yielded.
     """
+    # Batches that are sampled but not requested, and their size.
     window: deque[S] = deque()
-    num_bytes, failure = 0, None
+    num_bytes = 0
+    failure: Exception | None = None
 
     def announce_more() -> bool:
-        """Sample the next batch and announce its rows, unless the window is full. Return whether it did."""
+        """Sample the next batch and announce its rows. Return False if the window is full or samples end."""
         nonlocal num_bytes, failure
         if failure is not None or (window and num_bytes >= WINDOW_BYTES):
             return False
@@ -219,28 +232,33 @@ def look_ahead(
         except Exception as error:  # noqa: BLE001 - the batches sampled before it are yielded first
             failure = error
             return False
-
         window.append(batch)
         num_bytes += batch.num_bytes
         return True
 
     for rows in claimed_rows.values():
         rows.announce_more = announce_more
+
     requested: deque[S] = deque()
     while window or announce_more():
         num_bytes -= window[0].num_bytes
         # Don't use a variable here, because it would hold the batch after the consumer has released it.
         requested.append(window.popleft())
         fetch(requested[-1])
-        while len(requested) > MOST_REQUESTED or (
-            len(requested) > 1 and any(rows.is_busy for rows in claimed_rows.values())
-        ):
+        while _is_full(requested, claimed_rows):
             yield requested.popleft()
 
     while requested:
         yield requested.popleft()
     if failure is not None:
         raise failure
+
+
+def _is_full(requested: Sequence[Sampled], claimed_rows: ClaimedRows) -> bool:
+    """Return whether the consumer must take a batch before more rows are requested."""
+    if len(requested) <= 1:
+        return False
+    return len(requested) > MOST_REQUESTED or any(rows.is_busy for rows in claimed_rows.values())
 
 
 def submit_columns(
@@ -266,6 +284,8 @@ def submit_columns(
         Function that waits for the rows and sets the columns on the blocks, with layer 1 first. It raises
         PeerError if an owner of rows is dead or silent.
     """
+    # Each entry is the index of the block, the name of the frames, the type, the name of the column, and the
+    # pull of its rows.
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
     unused_rows = dict(claimed_rows)
     for ntype, name, key in _iterate_columns(columns.inputs):
@@ -289,16 +309,21 @@ def submit_columns(
             pending.append((block_index, "edges", etype, name, pull))
 
     def finish(blocks: Sequence[DGLBlock]) -> None:
-        for block_index, side, type_name, name, pull in pending:
-            rows = pull() if side == "dstnodes" else columns.memory.convert(pull())
-            getattr(blocks[block_index], side)[type_name].data[name] = rows
+        for block_index, frames, type_name, name, pull in pending:
+            rows = pull()
+            # Labels keep their dtype.
+            if frames != "dstnodes":
+                rows = columns.memory.convert(rows)
+            getattr(blocks[block_index], frames)[type_name].data[name] = rows
 
     return finish
 
 
 def _iterate_columns(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:
-    # Yield (type, name in the frame, name in the store) of each column.
-    return ((type_name, name, key) for type_name, names in columns.items() for name, key in names.items())
+    """Yield the type, the name in the frame and the name in the store of each column."""
+    for type_name, names in columns.items():
+        for name, key in names.items():
+            yield type_name, name, key
 
 
 @final
@@ -332,8 +357,9 @@ class OnDemandColumns(dict[str, Any]):
             columns = self._g.edges[type_name].data
             option = "prefetch_edge_feats"
 
+        # The message of a wrapped model contains the remedy for this error.
         if name not in columns or self._ids is None:
-            raise KeyError(name)  # The message of a wrapped model contains the remedy.
+            raise KeyError(name)
         if name not in self._warned_columns:
             self._warned_columns.add(name)
             value: object = [name] if self._g.is_homogeneous else {type_name: [name]}
@@ -344,7 +370,9 @@ class OnDemandColumns(dict[str, Any]):
             )
 
         rows = columns[name][self._ids.data]
-        self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)
+        if rows.dtype in HALVES:
+            rows = rows.float()
+        self[name] = Column.create(rows)
         return self[name]
 
 

@@ -41,28 +41,29 @@ def find_slot(table: NodeTable, node: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> np.int64:
+    """Do the work of :func:`number_nodes` with a direct table."""
     slots = table.slots
     base = np.uint32(table.base)
-
-    # Unsigned positions, because with signed ones every access would first test for negative values.
+    # Positions are unsigned, because with signed ones every access would first test for negative values.
     end = np.uint64(count)
     for i in range(len(sources)):
         node = np.uint64(sources[i])
-        seen = slots[node]
+        entry = slots[node]
+        is_new = entry < base
+        value = np.uint32(base + np.uint32(end)) if is_new else entry
 
-        # An unconditional store costs less than an unpredictable branch.
-        fresh = seen < base
-        value = np.uint32(base + np.uint32(end)) if fresh else seen
+        # Unconditional stores cost less than an unpredictable branch. The entry of ``nodes`` at the end is
+        # overwritten later if the node is not new.
         slots[node] = value
         nodes[end] = node
-        end += np.uint64(fresh)
+        end += np.uint64(is_new)
         numbers[i] = value - base
-
     return np.int64(end)
 
 
 @njit(cache=True, nogil=True)
 def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> int:
+    """Do the work of :func:`number_nodes` with a hashed table."""
     base = np.uint32(table.base)
     for i in range(len(sources)):
         node = np.int64(sources[i])
@@ -109,6 +110,7 @@ def make_larger_table(table: NodeTable, slots: int) -> NodeTable:
 
 
 _CHUNK = 2048
+"""Number of edges whose sources are read and numbered at a time."""
 
 
 @njit(cache=True, nogil=True)
@@ -119,9 +121,10 @@ def copy_to(out: Array, values: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def grow_array(array: Array, used: int, length: int) -> Array:
+def grow_array(array: Array, num_used: int, length: int) -> Array:
+    """Return a new array of ``length`` entries that begins with the first ``num_used`` ones of ``array``."""
     out = np.empty(length, array.dtype)
-    copy_to(out, array[:used])
+    copy_to(out, array[:num_used])
     return out
 
 
@@ -193,6 +196,7 @@ def make_relations(schema: Schema, cscs: Sequence[Csc]) -> Relations:
 
 
 def _addresses(arrays: Sequence[Array], dtypes: tuple[Any, ...]) -> Array:
+    """Return the addresses of arrays that compiled code can read as contiguous values of ``dtypes``."""
     for array in arrays:
         assert array.dtype in dtypes
         assert array.flags.c_contiguous
@@ -200,6 +204,7 @@ def _addresses(arrays: Sequence[Array], dtypes: tuple[Any, ...]) -> Array:
     return np.array([array.ctypes.data for array in arrays], np.int64)
 
 
+# Numba has no function that turns an integer into a pointer, so this emits the instruction.
 @intrinsic
 def _pointer(_context: Any, address: Any) -> Any:
     def generate(_compiler: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -315,33 +320,35 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
     """Return a copy with space for ``more[t]`` further nodes of each type t."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
-
-    # Each type gets one extra slot, because `_number_direct` writes before it knows whether a node is new.
+    # Each type gets one extra slot, because ``_number_direct`` writes before it knows whether a node is new.
     for node_type in range(num_types):
         starts[node_type + 1] = starts[node_type] + nodes.counts[node_type] + more[node_type] + 1
-    keys, ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
-    for node_type in range(num_types):
-        count, old_start, new_start = nodes.counts[node_type], nodes.starts[node_type], starts[node_type]
-        copy_to(keys[new_start:], nodes.keys[old_start : old_start + count])
-        copy_to(ids[new_start:], nodes.ids[old_start : old_start + count])
 
+    keys = np.empty(starts[-1], np.int64)
+    ids = np.empty(starts[-1], np.int64)
+    for node_type in range(num_types):
+        start = nodes.starts[node_type]
+        stop = start + nodes.counts[node_type]
+        copy_to(keys[starts[node_type] :], nodes.keys[start:stop])
+        copy_to(ids[starts[node_type] :], nodes.ids[start:stop])
     return NumberedNodes(keys, ids, starts, nodes.counts)
 
 
 @njit(cache=True, nogil=True)
 def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
     """Return a table with space for ``more`` further nodes that holds the numbers of ``nodes``."""
-    needed = 2 * (nodes.counts.sum() + more)
-    if len(table.keys) == 0 or len(table.keys) >= needed:
+    # A hashed table that is at most half full has short searches. A direct table has a slot for every node.
+    num_slots = 2 * (nodes.counts.sum() + more)
+    if len(table.keys) == 0 or len(table.keys) >= num_slots:
         return table
-    table = make_larger_table(table, needed)
+
+    table = make_larger_table(table, num_slots)
     for node_type in range(len(nodes.counts)):
         keys = nodes.keys[nodes.starts[node_type] :]
         for i in range(nodes.counts[node_type]):
             slot = find_slot(table, keys[i])
             table.slots[slot] = np.uint32(table.base) + np.uint32(i)
             table.keys[slot] = keys[i]
-
     return table
 
 
@@ -361,14 +368,16 @@ def number_seeds(
     Seeds of type t are ``seeds[seed_ends[t]:seed_ends[t + 1]]``, and their keys are larger by ``offsets[t]``.
     """
     num_types = len(offsets) - 1
-    no_nodes = np.empty(0, np.int64)
-    starts, counts = np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64)
-    no_numbers = NumberedNodes(no_nodes, no_nodes, starts, counts)
-    nodes = grow_nodes(no_numbers, seed_ends[1:] - seed_ends[:-1])
+    no_ids = np.empty(0, np.int64)
+    counts = np.zeros(num_types, np.int64)
+    no_nodes = NumberedNodes(no_ids, no_ids, np.zeros(num_types + 1, np.int64), counts)
+    nodes = grow_nodes(no_nodes, seed_ends[1:] - seed_ends[:-1])
     table = grow_table(table, nodes, len(seeds))
+
     numbers = np.empty(len(seeds), np.int64)
     for node_type in range(num_types):
-        first, last = seed_ends[node_type], seed_ends[node_type + 1]
+        first = seed_ends[node_type]
+        last = seed_ends[node_type + 1]
         number_type(table, nodes, node_type, seeds[first:last] + offsets[node_type], numbers[first:last])
     write_ids(nodes, offsets, np.zeros(num_types, np.int64))
     return table, nodes
@@ -378,8 +387,9 @@ def number_seeds(
 def write_ids(nodes: NumberedNodes, offsets: Array, first_new: Array) -> None:
     """Fill in ``nodes.ids`` for the nodes of each type t from number ``first_new[t]`` on."""
     for node_type in range(len(nodes.counts)):
-        first, offset = nodes.starts[node_type], offsets[node_type]
-        for i in range(first + first_new[node_type], first + nodes.counts[node_type]):
+        start = nodes.starts[node_type]
+        offset = offsets[node_type]
+        for i in range(start + first_new[node_type], start + nodes.counts[node_type]):
             nodes.ids[i] = nodes.keys[i] - offset
 
 
@@ -397,9 +407,11 @@ def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def _rule(request: SampleRequest, relation: int) -> Rule:
-    exclude = request.exclude[request.exclude_ends[relation] : request.exclude_ends[relation + 1]]
-    return Rule(request.replace, exclude, request.by_source)
+def _make_rule(request: SampleRequest, relation: int) -> Rule:
+    """Return how the in-edges of an edge type are drawn, with the excluded edges of this type."""
+    first = request.exclude_ends[relation]
+    last = request.exclude_ends[relation + 1]
+    return Rule(request.replace, request.exclude[first:last], request.by_source)
 
 
 @njit(cache=True, nogil=True)
@@ -409,21 +421,30 @@ def _scale(weights: Array, shares: Array, fanout: int) -> float:
     With c, the sum of weight ** 2 / min(1, c * share) over its edges is that of neighbor sampling.
     """
     degree = len(weights)
-    if degree == 0 or fanout < 0 or fanout >= degree:
-        return 1.0 / shares.min() if degree else 0.0
+    if degree == 0:
+        return 0.0
+    if fanout < 0 or fanout >= degree:
+        return 1.0 / shares.min()
+
     slack = weights.sum() ** 2 * (1.0 / fanout - 1.0 / degree)
-    scale, last_num_uncertain = 0.0, degree + 1
+    scale = 0.0
+    last_num_uncertain = degree + 1
     while True:
-        inverse_sum, square_sum, num_uncertain = 0.0, 0.0, 0
+        # Sum over the edges with a probability below 1.
+        inverse_sum = 0.0
+        square_sum = 0.0
+        num_uncertain = 0
         for i in range(degree):
             if scale * shares[i] < 1.0:
                 inverse_sum += weights[i] * weights[i] / shares[i]
                 square_sum += weights[i] * weights[i]
                 num_uncertain += 1
+
         # The scale grows until no further edge gets the probability 1.
         if num_uncertain == 0 or num_uncertain >= last_num_uncertain:
             return scale
-        scale, last_num_uncertain = inverse_sum / (slack + square_sum), num_uncertain
+        scale = inverse_sum / (slack + square_sum)
+        last_num_uncertain = num_uncertain
 
 
 @njit(cache=True, nogil=True)
@@ -449,17 +470,23 @@ def draw_by_importance(
     """
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
     # Without rounds, values of sources are not used, so one entry serves all sources.
-    source_indices, num_sources = np.zeros(len(sources), np.int64), 1
+    source_indices = np.zeros(len(sources), np.int64)
+    num_sources = 1
     if rounds != 0:
         num_sources = number_nodes(table, sources, np.empty(len(sources) + 1, np.int64), 0, source_indices)
-    shares, scales, pi = weights.copy(), np.empty(len(indptr) - 1), np.ones(num_sources)
-    num_done, last_expected_size = 0, np.inf
+
+    # ``shares`` has the pi of each edge, and ``scales`` the factor c of each destination.
+    shares = weights.copy()
+    scales = np.empty(len(indptr) - 1)
+    pi = np.ones(num_sources)
+    num_done = 0
+    last_expected_size = np.inf
     while True:
         for i in range(len(scales)):
-            row = slice(indptr[i], indptr[i + 1])
-            scales[i] = _scale(weights[row], shares[row], fanout)
+            scales[i] = _scale(weights[indptr[i] : indptr[i + 1]], shares[indptr[i] : indptr[i + 1]], fanout)
         if num_done == rounds:
             break
+
         max_scales = np.zeros(num_sources)
         for i in range(len(scales)):
             for j in range(indptr[i], indptr[i + 1]):
@@ -469,22 +496,27 @@ def draw_by_importance(
         pi *= max_scales
         shares[:] = pi[source_indices]
         num_done += 1
+        # The rounds end when one of them lowers the expected number of sources by less than 0.01 %.
         expected_size = np.minimum(pi, 1.0).sum()
         if expected_size >= last_expected_size * (1 - 1e-4):
             rounds = num_done
         last_expected_size = expected_size
 
-    indices, kept_weights, size, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
+    indices = np.empty(len(sources), np.int64)
+    kept_weights = np.empty(len(sources))
+    rows[0] = num_kept = 0
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
             probability = min(1.0, scales[i] * shares[j])
+            # The upper 53 bits of the key are a number in [0, 1).
+            draw = (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53
             # Compare with <=, because an edge with probability 1 must be kept even if the draw rounds to 1.
-            if (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53 <= probability:
-                indices[size], kept_weights[size] = j, weights[j] / probability
-                size += 1
-        rows[i + 1] = size
-
-    return indices[:size], kept_weights[:size]
+            if draw <= probability:
+                indices[num_kept] = j
+                kept_weights[num_kept] = weights[j] / probability
+                num_kept += 1
+        rows[i + 1] = num_kept
+    return indices[:num_kept], kept_weights[:num_kept]
 
 
 @njit(cache=True, nogil=True)
@@ -492,14 +524,22 @@ def _draw_by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
     """Return the drawn edges and their weights, which have mean 1 at each destination."""
-    csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
-    rule, num_rows = _rule(request, relation), len(frontier)
-    indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
+    csc = read_csc(relations, relation)
+    fanout = hop.fanouts[relation]
+    stream = hop.streams[relation]
+    rule = _make_rule(request, relation)
+    num_rows = len(frontier)
+
+    # List all in-edges that are not excluded.
+    indptr = np.empty(num_rows + 1, np.int64)
+    starts = np.empty(num_rows, np.int64)
     largest = count_hop(csc, frontier, -1, rule, indptr, starts)
-    edges, sources = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
+    edges = np.empty(indptr[-1], np.int64)
     draw_hop(csc, frontier, stream, True, rule, (indptr, starts, largest), edges)
+    sources = np.empty(indptr[-1], np.int64)
     read_sources(relations, relation, edges, sources)
     sources -= relations.offsets[relations.source_types[relation]]
+
     weights = csc.weights[edges].astype(np.float64) if len(csc.weights) else np.ones(len(edges))
     positions, weights = draw_by_importance(indptr, sources, weights, fanout, stream, request.rounds, rows)
     for i in range(num_rows):
@@ -522,13 +562,17 @@ def _draw(
     ``hop.indptr`` and ``hop.ends`` after ``ends[0]`` are filled in. ``by_source`` is None for plain sampling,
     which has no weights. The values and capacity of ``edges`` beyond the last end are undefined.
     """
-    first_row, (edges, weights) = 0, edges_and_weights
+    edges, weights = edges_and_weights
+    first_row = 0
     for relation in range(len(hop.fanouts)):
-        node_type, first = relations.destination_types[relation], hop.ends[relation]
+        node_type = relations.destination_types[relation]
         frontier = nodes.ids[nodes.starts[node_type] :][: hop.sizes[node_type]]
         rows = hop.indptr[first_row : first_row + len(frontier) + 1]
-        csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
-        rule = _rule(request, relation)
+        first = hop.ends[relation]
+        csc = read_csc(relations, relation)
+        fanout = hop.fanouts[relation]
+        stream = hop.streams[relation]
+        rule = _make_rule(request, relation)
         if fanout == 0:
             rows[:] = 0
         elif by_source is None:
@@ -568,6 +612,7 @@ def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
 def _number_sources(
     relations: Relations, table: NodeTable, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
 ) -> None:
+    """Number the sources of a hop. Write the number of each source to ``sources``."""
     chunk = np.empty(_CHUNK, np.int64)
     for relation in range(len(hop.fanouts)):
         node_type = relations.source_types[relation]
@@ -598,19 +643,28 @@ def sample_batch(
     edge_ends = np.zeros(num_hops * num_relations + 1, np.int64)
     table, nodes = number_seeds(table, relations.offsets, request.seeds, request.seed_ends)
     copy_to(node_ends[0], nodes.counts)
-    indptr, sources, edge_ids = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+    indptr = np.empty(0, np.int64)
+    sources = np.empty(0, np.int64)
+    edge_ids = np.empty(0, np.int64)
     weights = np.empty(0, np.float32)
+    # The caller reports repeated seeds as an error.
     if nodes.counts.sum() < len(request.seeds):
         num_hops = 0
+
     for hop_index in range(num_hops):
+        # Draw the in-edges. Each edge type has one row start more than destinations.
         sizes = node_ends[hop_index]
-        first_relation, row_end = hop_index * num_relations, len(indptr)
-        new_rows = sizes[relations.destination_types].sum() + num_relations
-        indptr = grow_array(indptr, row_end, row_end + new_rows)
+        num_rows = len(indptr)
+        num_new_rows = sizes[relations.destination_types].sum() + num_relations
+        indptr = grow_array(indptr, num_rows, num_rows + num_new_rows)
+        first_relation = hop_index * num_relations
         ends = edge_ends[first_relation : first_relation + num_relations + 1]
-        hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[row_end:], ends)
+        hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[num_rows:], ends)
         edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights), by_source)
-        first, last = ends[0], ends[num_relations]
+
+        # Number the sources. Every one of them may be a new node.
+        first = ends[0]
+        last = ends[num_relations]
         sources = grow_array(sources, first, last)
         num_edges_by_type = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
@@ -639,9 +693,11 @@ class ThreadTable:
     """The relabelling table of one thread."""
 
     def __init__(self, num_nodes: int) -> None:
-        is_direct = num_nodes <= _DIRECT_LIMIT
-        slots = np.zeros(num_nodes if is_direct else _FIRST_SLOTS, np.uint32)
-        self._table = NodeTable(slots, np.empty(0 if is_direct else _FIRST_SLOTS, np.int64), 1)
+        num_slots = num_nodes
+        num_keys = 0
+        if num_nodes > _DIRECT_LIMIT:
+            num_slots = num_keys = _FIRST_SLOTS
+        self._table = NodeTable(np.zeros(num_slots, np.uint32), np.empty(num_keys, np.int64), 1)
 
     @property
     def table(self) -> NodeTable:

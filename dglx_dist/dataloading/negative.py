@@ -61,7 +61,11 @@ class Positives:
 
     def stream(self, end: int) -> np.uint64:
         """Return the key of all draws that replace ``end``."""
-        return stream_key(self.seed, self.epoch, _HOP + 2 * self.number + (end == _SOURCE))
+        # Each edge type has two hop numbers, the second one for draws of sources.
+        hop = _HOP + 2 * self.number
+        if end == _SOURCE:
+            hop += 1
+        return stream_key(self.seed, self.epoch, hop)
 
 
 DrawEnds: TypeAlias = Callable[[Positives, int], Array]
@@ -102,7 +106,7 @@ class Uniform(NegativeSampler):
     """
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
-        return lambda edges, end: _uniform(edges.ids, edges.stream(end), self.k, edges.num_nodes[end])
+        return lambda edges, end: _draw_uniform(edges.ids, edges.stream(end), self.k, edges.num_nodes[end])
 
 
 @final
@@ -114,9 +118,11 @@ class PerSourceUniform(NegativeSampler):
     """
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
-        return lambda edges, end: _uniform(
-            edges.ends[1 - end], edges.stream(end), self.k, edges.num_nodes[end]
-        )
+        def draw_ends(edges: Positives, end: int) -> Array:
+            kept_ends = edges.ends[1 - end]
+            return _draw_uniform(kept_ends, edges.stream(end), self.k, edges.num_nodes[end])
+
+        return draw_ends
 
 
 @final
@@ -127,31 +133,36 @@ class InBatch(NegativeSampler):
     The edges of a type in a batch are arranged in a circle by keyed hash of their ids. Each edge takes the
     ends of the next k edges, or of all other edges if k is None. Each of B edges has min(k, B - 1) pairs. If
     the loss is a mean over pairs, keep k below the smallest batch (``drop_last=True``). A drawn end may equal
-    the edge's own end if another edge shares it. The draws depend on the batch, so they differ between
-    numbers of ranks and batch sizes.
+    the end that it replaces, if a different edge has that end. The draws depend on the batch, so they differ
+    between numbers of ranks and batch sizes.
     """
 
     k: int | None = None  # type: ignore[assignment]  # wider than in the base class
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
+        # The base class checks the values, but does not accept None.
         Uniform(1 if self.k is None else self.k, self.corrupt)
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
         def draw_ends(edges: Positives, end: int) -> Array:
-            num_candidates = max(len(edges.ids) - 1, 0)
-            count = num_candidates if self.k is None else min(self.k, num_candidates)
+            num_negatives = max(len(edges.ids) - 1, 0)
+            if self.k is not None:
+                num_negatives = min(self.k, num_negatives)
             circle = np.argsort(hash_ids(edges.ids, edges.stream(end)), kind="stable")
-            position = np.empty_like(circle)
-            position[circle] = np.arange(len(circle))
-            steps = position[:, None] + np.arange(1, count + 1)
-            return edges.ends[end][circle[steps % max(len(circle), 1)]]
+            positions = np.empty_like(circle)
+            positions[circle] = np.arange(len(circle))
+
+            # Each edge takes the following positions. The circle continues at its start.
+            next_positions = positions[:, None] + np.arange(1, num_negatives + 1)
+            next_edges = circle[next_positions % max(len(circle), 1)]
+            return edges.ends[end][next_edges]
 
         return draw_ends
 
 
 @njit(cache=True, nogil=True)
-def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
+def _draw_uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
     """Return (len(ids), k) draws in [0, bound). Row i is keyed by ``ids[i]``."""
     out = np.empty((len(ids), k), np.int64)
     for i in range(len(ids)):
@@ -194,51 +205,63 @@ def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> Dra
     """Return the draw function for edges of ``etypes``. ``sampler`` comes from :func:`read_negative`."""
     if sampler is None:
         return None
-    if isinstance(sampler, NegativeSampler):
-        draw_ends = sampler.open(g, etypes)
-        return lambda batch: {edges.etype: _draw_pairs(edges, draw_ends, sampler.corrupt) for edges in batch}
-    return lambda batch: _call_user_sampler(g, sampler, batch)
+    if not isinstance(sampler, NegativeSampler):
+        return lambda batch: _call_user_sampler(g, sampler, batch)
+    draw_ends = sampler.open(g, etypes)
+    return lambda batch: {edges.etype: _draw_pairs(edges, draw_ends, sampler.corrupt) for edges in batch}
 
 
 def _draw_pairs(edges: Positives, draw_ends: DrawEnds, corrupt: Corrupt) -> Pairs:
-    pieces = []
+    """Return the negative pairs of the edges of one type. Pairs of one edge are consecutive."""
+    # Arrays of shape (B, k), one for each end that is replaced.
+    source_arrays = []
+    destination_arrays = []
     for end in _REPLACED_ENDS[corrupt]:
         drawn_ends = draw_ends(edges, end)
         kept_ends = np.broadcast_to(edges.ends[1 - end][:, None], drawn_ends.shape)
-        pieces.append((drawn_ends, kept_ends) if end == _SOURCE else (kept_ends, drawn_ends))
-    sources, destinations = (np.concatenate(ends, axis=1).reshape(-1) for ends in zip(*pieces, strict=True))
+        source_arrays.append(drawn_ends if end == _SOURCE else kept_ends)
+        destination_arrays.append(kept_ends if end == _SOURCE else drawn_ends)
+    sources = np.concatenate(source_arrays, axis=1).reshape(-1)
+    destinations = np.concatenate(destination_arrays, axis=1).reshape(-1)
     return sources, destinations
 
 
 def _call_user_sampler(
     g: DistGraph, sampler: Callable[[Any, Any], Any], batch: Sequence[Positives]
 ) -> dict[EdgeType, Pairs]:
+    """Return the pairs of the user's function. ConfigError if it does not return pairs by edge type."""
+    ids: Any = {edges.etype: torch.from_numpy(edges.ids) for edges in batch}
     # As in DGL, the function gets a plain tensor if the graph has one edge type.
-    ids = {edges.etype: torch.from_numpy(edges.ids) for edges in batch}
-    answer = sampler(g, ids if len(g.canonical_etypes) > 1 else next(iter(ids.values())))
-    if not isinstance(answer, Mapping):
+    if len(g.canonical_etypes) == 1:
+        ids = ids[g.canonical_etypes[0]]
+
+    result = sampler(g, ids)
+    if not isinstance(result, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
                 "the negative sampler returned one pair of lists, but the graph has the edge "
                 f"types {', '.join(g.etypes)}. Return a dict of (sources, destinations) by "
                 "edge type."
             )
-        answer = {g.canonical_etypes[0]: answer}
+        result = {g.canonical_etypes[0]: result}
 
-    by_type = {g.to_canonical_etype(key): pairs for key, pairs in answer.items()}
-    return {etype: _read_pairs(g, etype, pairs) for etype, pairs in by_type.items()}
+    pairs_by_type = {}
+    for key, pairs in result.items():
+        etype = g.to_canonical_etype(key)
+        pairs_by_type[etype] = _read_pairs(g, etype, pairs)
+    return pairs_by_type
 
 
 def _read_pairs(g: DistGraph, etype: EdgeType, pairs: Any) -> Pairs:
-    ends: list[Array] = [
-        as_ids(ids, g.num_nodes(ntype), f"the nodes of type {ntype!r} (negative sampler)").astype(np.int64)
-        for ids, ntype in zip(pairs, (etype[0], etype[2]), strict=True)
-    ]
+    """Return the user's pairs as int64 arrays. Raise IndexError or ConfigError if they are no pairs."""
+    ends: list[Array] = []
+    for ids, ntype in zip(pairs, (etype[0], etype[2]), strict=True):
+        nodes = as_ids(ids, g.num_nodes(ntype), f"the nodes of type {ntype!r} (negative sampler)")
+        ends.append(nodes.astype(np.int64))
     sources, destinations = ends
     if len(sources) != len(destinations):
         raise ConfigError(
             f"the negative sampler returned {len(sources)} sources and {len(destinations)} "
             f"destinations of {etype}. Return the same number of each."
         )
-
     return sources, destinations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import dgl
@@ -32,29 +32,30 @@ class UserColumns:
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:
-        columns = {kind: {name: frame[name] for name in frame} for kind, frame in frames_by_type(graph)}
-        self._kept = [values for frame in columns.values() for values in frame.values() if values.dim() == 1]
-        self._columns = {
-            kind: {name: weakref.ref(values) for name, values in frame.items()}
-            for kind, frame in columns.items()
-        }
+        # The columns of each node and edge type by name. These references do not keep a column alive.
+        self._columns: dict[Any, dict[str, weakref.ref[Tensor]]] = {}
+        self._kept: list[Tensor] = []
+        for type_name, frame in frames_by_type(graph):
+            values_by_name = {name: frame[name] for name in frame}
+            self._columns[type_name] = {name: weakref.ref(v) for name, v in values_by_name.items()}
+            self._kept += [values for values in values_by_name.values() if values.dim() == 1]
 
     def check_seeds(self, g: DistGraph, seeds: Any, item: Literal["node", "edge"]) -> None:
         """Raise ConfigError if ``seeds`` are the ids of a mask in the numbering of the script."""
-        is_node = item == "node"
-        counts: dict[Any, int] = {kind: g.num_nodes(kind) for kind in g.ntypes if is_node}
-        counts |= {kind: g.num_edges(kind) for kind in g.canonical_etypes if not is_node}
-        for kind, ids in group_by_type(seeds, counts, item).items():
-            for name, column in self._columns.get(kind, {}).items():
-                mask = column()
-                if mask is None or mask.dtype != torch.bool or mask.dim() != 1:
-                    continue
-                share = float(mask.double().mean())
+        counts: dict[Any, int] = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+        frames: Any = g.nodes
+        if item == "edge":
+            counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
+            frames = g.edges
 
-                # Ids in another order would hardly all be in the mask by chance.
-                if not 0 < share < 1 or len(ids) * math.log(share) > _UNLIKELY or not mask[ids].all():
+        for type_name, ids in group_by_type(seeds, counts, item).items():
+            for name, reference in self._columns.get(type_name, {}).items():
+                mask = reference()
+                if mask is None or not _is_mask_of(mask, ids):
                     continue
-                if not (g.nodes if is_node else g.edges)[kind].data[name][torch.from_numpy(ids)].all():
+                # Ids of this graph are in the mask of this graph.
+                new_mask = frames[type_name].data[name]
+                if not new_mask[torch.from_numpy(ids)].all():
                     raise ConfigError(
                         f"the {len(ids)} {item}s to train on are the ids of the mask {name!r} "
                         f"before dx.distribute, but dx.distribute renumbers the {item}s. Pass "
@@ -63,7 +64,7 @@ class UserColumns:
                     )
 
     def find_name(self, values: Tensor) -> str | None:
-        """Return the name of the column that ``values`` are, or have the same rows as. Otherwise None."""
+        """Return the name of the column with the rows of ``values``, or None if there is none."""
         for columns in self._columns.values():
             for name, reference in columns.items():
                 column = reference()
@@ -73,13 +74,25 @@ class UserColumns:
 
     def mark(self, batch: Any) -> Any:
         """Return the tuple ``batch`` with ids that raise ConfigError if they index a column of the script."""
-        nodes = [tree_map_only(Tensor, self._mark_ids, part) for part in batch[:-1]]
-        return (*nodes, batch[-1])
+        *id_fields, blocks = batch
+        return (*(tree_map_only(Tensor, self._mark_ids, ids) for ids in id_fields), blocks)
 
     def _mark_ids(self, ids: Tensor) -> Tensor:
         batch_ids = ids.as_subclass(_BatchIds)
         batch_ids.user_columns = self
         return batch_ids
+
+
+def _is_mask_of(mask: Tensor, ids: Any) -> bool:
+    """Return whether ``mask`` is a mask that holds for all ``ids``, and hardly does so by chance."""
+    if mask.dtype != torch.bool or mask.dim() != 1:
+        return False
+    share = float(mask.double().mean())
+    if not 0 < share < 1:
+        return False
+    # The logarithm of the probability that ids in a random order are all in the mask.
+    log_probability = len(ids) * math.log(share)
+    return log_probability <= _UNLIKELY and bool(mask[ids].all())
 
 
 class _BatchIds(Tensor):
@@ -93,12 +106,26 @@ class _BatchIds(Tensor):
 
         Raises ConfigError if ``func`` indexes a column of the script's graph by ids of a batch.
         """
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        columns = next((tensor.user_columns for tensor in tensors if isinstance(tensor, cls)), None)
-        name = None
-        if columns is not None and func in _INDEXING:
-            names = (columns.find_name(tensor) for tensor in tensors if not isinstance(tensor, cls))
-            name = next((name for name in names if name is not None), None)
+        if func in _INDEXING:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            _refuse_indexed_columns(tensors)
+        with plain_tensors():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
+
+
+def _refuse_indexed_columns(tensors: Sequence[Tensor]) -> None:
+    """Raise ConfigError if ids of a batch and a column of the script's graph are among ``tensors``."""
+    columns = None
+    for tensor in tensors:
+        if isinstance(tensor, _BatchIds):
+            columns = tensor.user_columns
+    if columns is None:
+        return
+    for tensor in tensors:
+        name = None if isinstance(tensor, _BatchIds) else columns.find_name(tensor)
         if name is not None:
             raise ConfigError(
                 f"the column {name!r} of the graph before dx.distribute was indexed by ids of "
@@ -106,12 +133,6 @@ class _BatchIds(Tensor):
                 f"other nodes or edges. Use g.ndata[{name!r}][ids] of the distributed graph, "
                 "or column[g.orig_ids(ids)]."
             )
-
-        with plain_tensors():
-            return func(*args, **(kwargs or {}))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 def _is_same_column(column: Tensor, values: Tensor) -> bool:
@@ -130,8 +151,9 @@ def _is_same_column(column: Tensor, values: Tensor) -> bool:
     if not bool((value_rows == rows).all()):
         return False
     row_numbers = torch.arange(len(rows), device=rows.device).unsqueeze(1)
-    is_ambiguous = bool((rows == rows[:1]).all()) or bool((rows == row_numbers).all())
-    return not is_ambiguous
+    has_equal_rows = bool((rows == rows[:1]).all())
+    has_row_numbers = bool((rows == row_numbers).all())
+    return not has_equal_rows and not has_row_numbers
 
 
 def check_order(g: DistGraph, loader: Any, seeds: Any, item: Literal["node", "edge"]) -> None:
@@ -143,8 +165,13 @@ def check_order(g: DistGraph, loader: Any, seeds: Any, item: Literal["node", "ed
     """
     if g.dataset.manifest.num_parts == 1:
         return
-    columns: UserColumns | None = g.user_columns  # None on ranks that passed no graph
-    check = (lambda: None) if columns is None else partial(columns.check_seeds, g, seeds, item)
-    run_on_all_ranks(g.session, check, ConfigError)
+    # Ranks that passed no graph to ``dx.distribute`` have no columns.
+    columns: UserColumns | None = g.user_columns
+
+    def check_seeds() -> None:
+        if columns is not None:
+            columns.check_seeds(g, seeds, item)
+
+    run_on_all_ranks(g.session, check_seeds, ConfigError)
     if columns is not None:
         loader.mark = columns.mark

@@ -56,8 +56,13 @@ class SourceDraws:
 
     def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
         """Return (L, R) uint64 keys of the draws of each hop and edge type."""
-        period = (epoch, step // self.batch_dependency) if self.batch_dependency > 0 else (0, 0)
-        keys = relation_keys(stream_key(seed, *period), 0, num_hops, int(source_types.max(initial=0)) + 1)
+        seed_key = stream_key(seed, 0, 0)
+        if self.batch_dependency > 0:
+            seed_key = stream_key(seed, epoch, step // self.batch_dependency)
+        num_source_types = int(source_types.max(initial=0)) + 1
+        keys = relation_keys(seed_key, 0, num_hops, num_source_types)
+
+        # Edge types with one source type share the draws of its nodes.
         hops = np.zeros(num_hops, np.int64) if self.layer_dependency else np.arange(num_hops)
         return keys[hops[:, None], source_types]
 
@@ -95,31 +100,32 @@ class DrawSettings:
         no_ids = np.empty(0, np.int64)
         nodes = [seeds.get(ntype, no_ids) for ntype in self.schema.ntypes]
         num_hops, num_relations = self.fanouts.shape
-        edges = no_ids
-        edge_ends = np.zeros(num_relations + 1, np.int64)
+        excluded = no_ids
+        exclude_ends = np.zeros(num_relations + 1, np.int64)
         if exclude or self.exclude:
-            ids_by_type = [
-                merge_ids(self.exclude.get(etype, no_ids), exclude.get(etype, no_ids))
-                for etype in self.schema.etypes
-            ]
-            edges = np.concatenate(ids_by_type)
-            edge_ends = _sum_lengths(ids_by_type)
+            id_arrays = []
+            for etype in self.schema.etypes:
+                id_arrays.append(merge_ids(self.exclude.get(etype, no_ids), exclude.get(etype, no_ids)))
+            excluded = np.concatenate(id_arrays)
+            exclude_ends = _sum_lengths(id_arrays)
 
+        rounds = 0
         if self.by_source is None:
             streams = _cached_keys(self.seed, epoch, num_hops, num_relations)
         else:
             streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
+            rounds = self.by_source.rounds
 
         return SampleRequest(
-            np.concatenate(nodes),
-            _sum_lengths(nodes),
-            self.fanouts,
-            streams,
-            self.replace,
-            self.by_source is not None,
-            0 if self.by_source is None else self.by_source.rounds,
-            edges,
-            edge_ends,
+            seeds=np.concatenate(nodes),
+            seed_ends=_sum_lengths(nodes),
+            fanouts=self.fanouts,
+            streams=streams,
+            replace=self.replace,
+            by_source=self.by_source is not None,
+            rounds=rounds,
+            exclude=excluded,
+            exclude_ends=exclude_ends,
         )
 
 
@@ -136,7 +142,7 @@ class LocalSource:
     """Samples from the complete structure in one compiled call. Thread-safe."""
 
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
-        # Keep a reference to the arrays, because `relations` holds only their addresses.
+        # Keep a reference to the arrays, because ``relations`` holds only their addresses.
         self._cscs = tuple(cscs)
         self.relations = make_relations(schema, self._cscs)
 
@@ -169,6 +175,7 @@ def load_kernels(tell: Callable[[str], None]) -> None:
 
     Two processes share the compilation. The caller must have only one thread, because this forks.
     """
+    # The kernels run on a graph of one node with one edge to itself.
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
     node = np.zeros(1, np.int64)
     bounds = np.array([0, 1])
@@ -184,7 +191,8 @@ def load_kernels(tell: Callable[[str], None]) -> None:
                 number_seeds(table, schema.offsets, request.seeds, request.seed_ends)
                 plan_remote(node, bounds, 0)
             finally:
-                os._exit(0)  # This process compiles what the helper has not saved.
+                # After a failure, the parent compiles the kernels that the child has not saved.
+                os._exit(0)
 
         draw_first_hop(source.relations, request)
         os.waitpid(child_pid, 0)
@@ -194,12 +202,13 @@ def load_kernels(tell: Callable[[str], None]) -> None:
 
 
 def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
+    """Raise ConfigError if a node type has fewer distinct seeds than seeds."""
     for (first, last), count in zip(pairwise(request.seed_ends), num_distinct, strict=True):
         if last - first == count:
             continue
-        ids, uses = np.unique(request.seeds[first:last], return_counts=True)
+        ids, num_uses = np.unique(request.seeds[first:last], return_counts=True)
         raise ConfigError(
-            f"the seeds contain node {ids[uses > 1][0]} more than once ({last - first} seeds, "
+            f"the seeds contain node {ids[num_uses > 1][0]} more than once ({last - first} seeds, "
             f"{count} distinct), but a block has one row per node. Pass torch.unique(seeds)."
         )
 
@@ -224,7 +233,8 @@ class RemoteSource:
     def __init__(
         self, schema: Schema, structures: Sequence[Structure], op: str, known: Sequence[Any] = ()
     ) -> None:
-        self._schema, self.known = schema, known
+        self.known = known
+        self._schema = schema
         self._structures = tuple(structures)
         self._op = op
         self._etypes = schema.etypes
@@ -237,19 +247,18 @@ class RemoteSource:
 
         The requests differ only in their seeds. Each destination is drawn once.
         """
-        seeds = [np.split(request.seeds, request.seed_ends[1:-1]) for request in requests]
-        nodes = [np.unique(np.concatenate(arrays)) for arrays in zip(*seeds, strict=True)]
+        # The nodes of each type that the hops have reached, ascending and distinct.
+        seeds_by_request = [np.split(request.seeds, request.seed_ends[1:-1]) for request in requests]
+        nodes = [np.unique(np.concatenate(seeds)) for seeds in zip(*seeds_by_request, strict=True)]
         known: list[list[tuple[Array, InEdges]]] = []
-        edges: list[InEdges] = []
         for hop in range(len(requests[0].fanouts)):
-            for node_type, in_edges in zip(self._source_types, edges, strict=bool(hop)):
-                # Sort and drop repeated ids, which takes a tenth of the time of np.unique.
-                ids = np.sort(np.concatenate([nodes[node_type], in_edges.sources]))
-                nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
             frontiers = [nodes[node_type] for node_type in self._destination_types]
             edges = self._draw(requests[0], {}, hop, frontiers)
             known.append(list(zip(frontiers, edges, strict=True)))
-
+            for node_type, in_edges in zip(self._source_types, edges, strict=True):
+                # Sorting and dropping repeated ids takes a tenth of the time of np.unique.
+                ids = np.sort(np.concatenate([nodes[node_type], in_edges.sources]))
+                nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
         return RemoteSource(self._schema, self._structures, self._op, known)
 
     def sample(
@@ -262,27 +271,35 @@ class RemoteSource:
         """
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends = [nodes.counts.copy()]
-        pieces = []
+        # One array for each hop and edge type.
+        indptrs: list[Array] = []
+        sources: list[Array] = []
+        edge_ids: list[Array] = []
         try:
             _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
                 frontiers = [nodes.ids[nodes.starts[t] :][: nodes.counts[t]] for t in self._destination_types]
                 edges = self._draw(request, exclude, hop, frontiers)
                 table, nodes, source_indices = self._number_sources(table, nodes, edges)
-                pieces += [
-                    (in_edges.indptr, indices, in_edges.edge_ids)
-                    for in_edges, indices in zip(edges, source_indices, strict=True)
-                ]
+                indptrs += [in_edges.indptr for in_edges in edges]
+                sources += source_indices
+                edge_ids += [in_edges.edge_ids for in_edges in edges]
                 node_ends.append(nodes.counts.copy())
         finally:
             # Also after an error, the next batch must not see the numbers that this batch assigned.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
 
         ids, starts = pack_ids(nodes)
-        edge_ends = _sum_lengths([edge_ids for _, _, edge_ids in pieces])
-        no_weights = np.empty(0, np.float32)
-        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
+        return RawBatch(
+            nodes=ids,
+            node_starts=starts,
+            node_ends=np.array(node_ends),
+            indptr=np.concatenate(indptrs),
+            sources=np.concatenate(sources),
+            edge_ids=np.concatenate(edge_ids),
+            edge_ends=_sum_lengths(edge_ids),
+            edge_weights=np.empty(0, np.float32),
+        )
 
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
@@ -294,7 +311,7 @@ class RemoteSource:
         """
         if self.known:
             known = zip(self.known[hop], frontiers, strict=True)
-            return [_select_known(edges, nodes) for edges, nodes in known]
+            return [_select_known(entry, nodes) for entry, nodes in known]
         waits: list[Callable[[], InEdges]] = []
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])
@@ -302,12 +319,10 @@ class RemoteSource:
                 starts = np.zeros(len(frontier) + 1, np.int64)
                 waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
-
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded = exclude.get(self._etypes[relation], NO_EDGES)
             layer = len(request.fanouts) - hop
             waits.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
-
         return [wait_for_edges() for wait_for_edges in waits]
 
     def _number_sources(
@@ -317,17 +332,18 @@ class RemoteSource:
 
         Return the table and nodes, which may be larger copies, and the number of each source by edge type.
         """
+        # Every source may be a new node.
         num_edges_by_type = np.zeros(len(nodes.counts), np.int64)
+        for node_type, in_edges in zip(self._source_types, edges, strict=True):
+            num_edges_by_type[node_type] += len(in_edges.sources)
         old_counts = nodes.counts.copy()
-        np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
         nodes = grow_nodes(nodes, num_edges_by_type)
         table = grow_table(table, nodes, int(num_edges_by_type.sum()))
-        source_indices = [np.empty(len(in_edges.sources), np.int64) for in_edges in edges]
-        for relation, in_edges in enumerate(edges):
-            node_type = self._source_types[relation]
-            keys = in_edges.sources + self._offsets[node_type]
-            number_type(table, nodes, node_type, keys, source_indices[relation])
-
+        source_indices = []
+        for node_type, in_edges in zip(self._source_types, edges, strict=True):
+            numbers = np.empty(len(in_edges.sources), np.int64)
+            number_type(table, nodes, node_type, in_edges.sources + self._offsets[node_type], numbers)
+            source_indices.append(numbers)
         write_ids(nodes, self._offsets, old_counts)
         return table, nodes, source_indices
 
@@ -336,7 +352,9 @@ BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
 def _select_known(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
+    """Return the in-edges of ``nodes`` among the known destinations and their in-edges."""
     known_nodes, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
     selected = all_in_edges(shard, np.searchsorted(known_nodes, nodes))
+    # The ids of the shard are positions among the known edges.
     return replace(selected, edge_ids=edges.edge_ids[selected.edge_ids])

@@ -66,12 +66,15 @@ class SamplePlan:
 
         ``disjoint`` is whether the loader has options of trees.
         """
-        if self.temporal is not None or disjoint:
-            option = "disjoint= or seed_time=" if self.temporal is None else type(self.temporal).__name__
-            raise ConfigError(
-                f"{option} needs rows of its own for each seed, but {strategy} computes each "
-                "node once per step. Use strategy='data_parallel'."
-            )
+        if self.temporal is None and not disjoint:
+            return
+        option = "disjoint= or seed_time="
+        if self.temporal is not None:
+            option = type(self.temporal).__name__
+        raise ConfigError(
+            f"{option} needs rows of its own for each seed, but {strategy} computes each "
+            "node once per step. Use strategy='data_parallel'."
+        )
 
     def check_takes_all(self, strategy: str) -> None:
         """Raise ConfigError if the sampler weighs edges or has trees, which ``strategy`` does not support."""
@@ -105,9 +108,10 @@ _REMEDIES: Mapping[str, str] = {
 
 def refuse_by_name(value: object) -> None:
     """Raise ConfigError with a remedy if ``value`` is a sampler or loader that cannot work here."""
-    for kind in type(value).__mro__:
-        if kind.__name__ in _REMEDIES and kind.__module__.startswith(("dgl.", "dglx_dist.")):
-            raise ConfigError(f"{kind.__module__}.{kind.__name__} is unsupported. {_REMEDIES[kind.__name__]}")
+    for base in type(value).__mro__:
+        name = base.__name__
+        if name in _REMEDIES and base.__module__.startswith(("dgl.", "dglx_dist.")):
+            raise ConfigError(f"{base.__module__}.{name} is unsupported. {_REMEDIES[name]}")
 
 
 def read_sampler(sampler: object) -> SamplePlan:
@@ -128,6 +132,7 @@ def read_sampler(sampler: object) -> SamplePlan:
 
     if not isinstance(sampler, BlockSampler):
         raise ConfigError(f"{type(sampler).__qualname__} makes no blocks for a node loader. {_SUPPORTED}")
+
     plan = SamplePlan(
         fanouts=None,
         node_feats=read_column_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
@@ -159,17 +164,19 @@ def read_sampler(sampler: object) -> SamplePlan:
 
 
 def _is_stock(sampler: BlockSampler) -> bool:
-    # The compiled kernels can replace DGL's code only if no part of it is overridden.
-    kind = type(sampler)
+    """Return whether ``sampler`` overrides nothing of DGL's code, so that compiled kernels can replace it."""
+    if not isinstance(sampler, NeighborSampler | LaborSampler):
+        return False
+    sampler_type = type(sampler)
     return (
-        isinstance(sampler, NeighborSampler | LaborSampler)
-        and kind.sample_blocks in (NeighborSampler.sample_blocks, LaborSampler.sample_blocks)
-        and kind.sample is BlockSampler.sample
-        and kind.assign_lazy_features is BlockSampler.assign_lazy_features
+        sampler_type.sample_blocks in (NeighborSampler.sample_blocks, LaborSampler.sample_blocks)
+        and sampler_type.sample is BlockSampler.sample
+        and sampler_type.assign_lazy_features is BlockSampler.assign_lazy_features
     )
 
 
 def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
+    """Return the options of LABOR. Raise ConfigError if the number of rounds is no integer."""
     rounds = sampler.importance_sampling
     if not is_integer(rounds):
         raise ConfigError(f"importance_sampling={rounds!r}. Use a number of rounds, or -1 for convergence.")
@@ -182,18 +189,20 @@ def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
 
 
 def read_sampler_fanouts(fanouts: object) -> tuple[Fanout, ...]:
+    """Return the fan-out of each layer, a number or numbers by edge type. ConfigError for other values."""
     if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
         raise ConfigError(f"fanouts is {fanouts!r}. Use one number per layer, e.g. [15, 10, 5].")
-    checked: list[Fanout] = []
+    layers: list[Fanout] = []
     for layer, fanout in enumerate(fanouts):
         option = f"fanouts[{layer}]"
-        if isinstance(fanout, Mapping):
-            counts = {etype: _read_fanout(count, f"{option}[{etype!r}]") for etype, count in fanout.items()}
-            checked.append(counts)
-        else:
-            checked.append(_read_fanout(fanout, option))
-
-    return tuple(checked)
+        if not isinstance(fanout, Mapping):
+            layers.append(_read_fanout(fanout, option))
+            continue
+        fanout_by_type = {}
+        for etype, number in fanout.items():
+            fanout_by_type[etype] = _read_fanout(number, f"{option}[{etype!r}]")
+        layers.append(fanout_by_type)
+    return tuple(layers)
 
 
 def _read_fanout(fanout: Any, option: str) -> int:
@@ -203,15 +212,20 @@ def _read_fanout(fanout: Any, option: str) -> int:
 
 
 def read_column_names(names: object, option: str) -> Names:
-    """Check the columns that a sampler prefetches. Raise ConfigError unless they are lists of names."""
+    """Return the columns that a sampler prefetches: a tuple of names, or tuples by type.
+
+    Raises ConfigError for other values. As in DGL, a type may have a single name instead of a list.
+    """
     if not names:
         return ()
-    if isinstance(names, Mapping):
-        return {
-            kind: _read_names([columns] if isinstance(columns, str) else columns, f"{option}[{kind!r}]")
-            for kind, columns in names.items()
-        }
-    return _read_names(names, option)
+    if not isinstance(names, Mapping):
+        return _read_names(names, option)
+    names_by_type = {}
+    for type_name, columns in names.items():
+        if isinstance(columns, str):
+            columns = [columns]
+        names_by_type[type_name] = _read_names(columns, f"{option}[{type_name!r}]")
+    return names_by_type
 
 
 def _read_names(names: object, option: str) -> tuple[str, ...]:
@@ -275,19 +289,17 @@ def _group_names(
     if isinstance(names, Mapping):
         names_by_type: dict[K, tuple[str, ...]] = {}
         for key, columns in names.items():
-            kind = resolve_type(key)
-            names_by_type[kind] = (*names_by_type.get(kind, ()), *columns)
+            type_name = resolve_type(key)
+            # Two keys may stand for one type.
+            names_by_type[type_name] = (*names_by_type.get(type_name, ()), *columns)
         return names_by_type
-
     if not names:
         return {}
     if len(types) > 1:
-        listed_types = ", ".join(map(str, types))
         raise ConfigError(
-            f"{option} is the list {list(names)}, but the graph has the types {listed_types}. Pass "
-            "{type: list of names}."
+            f"{option} is the list {list(names)}, but the graph has the types "
+            f"{', '.join(map(str, types))}. Pass {{type: list of names}}."
         )
-
     return {types[0]: names}
 
 
@@ -298,47 +310,62 @@ def read_all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
     """
     key = find_edge_keys(g, etype, [name], "prob")[name]
     column = g.kvstore.column(key)
-    if len(column.shards) == 1 and len(column.shards[0].rows) == g.num_edges(etype):
-        return _read_weights(column.shards[0].rows, column.info, name, 0)
-    rows = g.kvstore.pull(key, np.arange(g.num_edges(etype)), phase="structure")
-    return _read_weights(view_as_numpy(rows), column.info, name, 0)
+    has_all_rows = len(column.shards) == 1 and len(column.shards[0].rows) == g.num_edges(etype)
+    if has_all_rows:
+        rows = column.shards[0].rows
+    else:
+        rows = view_as_numpy(g.kvstore.pull(key, np.arange(g.num_edges(etype)), phase="structure"))
+    return _read_weights(rows, column.info, name, first_edge=0)
 
 
 def read_shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
     """Return the (E,) float32 edge weights of each shard of this server, by the first node of the shard."""
     key = find_edge_keys(g, structure.etype, [name], "prob")[name]
     column = g.kvstore.column(key)
-    by_edge = {rows.first: _read_weights(rows.rows, column.info, name, rows.first) for rows in column.shards}
-    return {shard.first_node: by_edge[shard.first_edge] for shard in structure.shards if len(shard.indices)}
+    weights_by_edge = {}
+    for column_shard in column.shards:
+        first_edge = column_shard.first
+        weights_by_edge[first_edge] = _read_weights(column_shard.rows, column.info, name, first_edge)
+
+    # A shard without edges has no weights.
+    weights_by_node = {}
+    for shard in structure.shards:
+        if len(shard.indices):
+            weights_by_node[shard.first_node] = weights_by_edge[shard.first_edge]
+    return weights_by_node
 
 
 def check_every_type_has(g: DistGraph, name: str) -> None:
-    missing = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
-    if missing:
+    """Raise ConfigError if an edge type does not have the column ``name``."""
+    missing_types = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
+    if missing_types:
         raise ConfigError(
-            f"prob or mask names {name!r}, but {len(missing)} of {len(g.canonical_etypes)} "
-            f"edge types have no such column: {', '.join(map(str, missing))} (the first has "
-            f"{sorted(g.edges[missing[0]].data)}). Add the column, filled with ones to draw "
+            f"prob or mask names {name!r}, but {len(missing_types)} of {len(g.canonical_etypes)} "
+            f"edge types have no such column: {', '.join(map(str, missing_types))} (the first has "
+            f"{sorted(g.edges[missing_types[0]].data)}). Add the column, filled with ones to draw "
             "all edges alike."
         )
 
 
 def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> Array:
-    # `rows` are as stored, so bfloat16 values are given by their bits.
+    """Return stored rows as float32 weights. Raise ConfigError if one is negative or not finite.
+
+    Stored bfloat16 values are given by their bits. ``first_edge`` is the edge of the first row, for errors.
+    """
     if rows.ndim != 1 or rows.dtype.kind not in "bfiu":
         raise ConfigError(
             f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}, but "
             "probabilities and masks need one number per edge."
         )
-
     if info.dtype == "bfloat16":
         # The bits are the upper half of the bits of the float32 with the same value.
         weights = (rows.astype(np.uint32) << 16).view(np.float32)
     else:
         weights = rows.astype(np.float32)
 
-    # Minimum and maximum need no temporary arrays. They are NaN if one weight is.
+    # Minimum and maximum need no temporary arrays. Both are NaN if one weight is NaN.
     if len(weights) and not 0 <= weights.min() <= weights.max() < np.inf:
-        bad = int(np.argmin((weights >= 0) & (weights < np.inf)))
-        raise ConfigError(f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}. Use 0 or more.")
+        is_valid = (weights >= 0) & (weights < np.inf)
+        row = int(np.argmin(is_valid))
+        raise ConfigError(f"edata[{name!r}] is {weights[row]} at edge {first_edge + row}. Use 0 or more.")
     return weights

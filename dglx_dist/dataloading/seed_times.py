@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,12 +33,15 @@ def read_tree_rule(
     temporal = plan.temporal
     if temporal is None and not options.disjoint:
         return None
-    by_type = plan.node_feats.values() if isinstance(plan.node_feats, Mapping) else [plan.node_feats]
-    for name in {SEED_ID, TIME} & {name for names in by_type for name in names}:
-        raise ConfigError(
-            f"prefetch_node_feats names {name!r}, which blocks with a tree for each seed have "
-            "already. Rename the column, or read it from the graph by the ids of the nodes."
-        )
+    names_by_type = plan.node_feats
+    if not isinstance(names_by_type, Mapping):
+        names_by_type = {"": names_by_type}
+    for name in chain.from_iterable(names_by_type.values()):
+        if name in (SEED_ID, TIME):
+            raise ConfigError(
+                f"prefetch_node_feats names {name!r}, which blocks with a tree for each seed have "
+                "already. Rename the column, or read it from the graph by the ids of the nodes."
+            )
 
     if temporal is None:
         if plan.fanouts is None or plan.weights is not None or plan.by_source is not None:
@@ -49,10 +53,11 @@ def read_tree_rule(
         return TreeRule(replace=plan.replace), None
 
     columns = find_time_columns(g.dataset.manifest, temporal.edge_time, temporal.node_time)
-    if columns.dtype == "int64" and temporal.window is not None and temporal.window != int(temporal.window):
-        raise ConfigError(f"window={temporal.window}, but times are integers. Use a whole number.")
+    window = temporal.window
+    if window is not None and columns.dtype == "int64" and window != int(window):
+        raise ConfigError(f"window={window}, but times are integers. Use a whole number.")
     takes_last = temporal.strategy == "last"
-    return TreeRule(takes_last=takes_last, window=temporal.window, dtype=columns.dtype), columns
+    return TreeRule(takes_last=takes_last, window=window, dtype=columns.dtype), columns
 
 
 def read_timed_items(
@@ -75,50 +80,64 @@ def read_timed_items(
         return read_items(indices, counts, item)
 
     dtype = find_time_columns(g.dataset.manifest, temporal.edge_time, temporal.node_time).dtype
-    default = temporal.node_time if item == "node" else temporal.edge_time
-    seed_time: Any = default if options.seed_time is None else options.seed_time
+    seed_time: Any = options.seed_time
+    if seed_time is None:
+        seed_time = temporal.node_time if item == "node" else temporal.edge_time
     if isinstance(seed_time, Mapping) and item == "edge":
         seed_time = {g.to_canonical_etype(key): times for key, times in seed_time.items()}
+
     items = read_items(indices, counts, item, is_distinct=False)
     times = {}
-    for kind, ids in items.ids.items():
-        of_kind = seed_time.get(kind) if isinstance(seed_time, Mapping) else seed_time
-        keys = times[kind] = _read_keys(g, kind, ids, of_kind, dtype, item)
+    for type_name, ids in items.ids.items():
+        type_time = seed_time.get(type_name) if isinstance(seed_time, Mapping) else seed_time
+        keys = _read_keys(g, type_name, ids, type_time, dtype, item)
         order = np.lexsort((keys, ids))
         is_repeated = (np.diff(ids[order]) == 0) & (np.diff(keys[order]) == 0)
         if is_repeated.any():
             raise ConfigError(
-                f"indices of type {kind!r} contain a {item} more than once at one time, but "
+                f"indices of type {type_name!r} contain a {item} more than once at one time, but "
                 f"an epoch uses each pair of {item} and time once. Pass distinct pairs."
             )
-
+        times[type_name] = keys
     return Items(ids=items.ids, times=times)
 
 
 def _read_keys(
-    g: DistGraph, kind: Any, ids: Array, seed_time: Any, dtype: TimeDtype, item: Literal["node", "edge"]
+    g: DistGraph, type_name: Any, ids: Array, seed_time: Any, dtype: TimeDtype, item: Literal["node", "edge"]
 ) -> Array:
-    """Return the (n,) keys of the times of the (n,) ``ids`` of one type. ``seed_time`` is a name or times."""
+    """Return the (n,) keys of the times of the (n,) ``ids`` of one type.
+
+    ``seed_time`` is the name of a column, a time for each id, or one time for all of them. Raises ConfigError
+    if it is none of these, or an id has no time.
+    """
     if not len(ids):
         return np.empty(0, np.int64)
-    data = (g.nodes if item == "node" else g.edges)[kind].data
-    if seed_time is None or (isinstance(seed_time, str) and seed_time not in data):
-        problem = "are not named" if seed_time is None else f"have no column {seed_time!r}"
+    data = (g.nodes if item == "node" else g.edges)[type_name].data
+    problem = ""
+    if seed_time is None:
+        problem = "are not named"
+    elif isinstance(seed_time, str) and seed_time not in data:
+        problem = f"have no column {seed_time!r}"
+    if problem:
         raise ConfigError(
-            f"times of the seed {item}s {kind!r} {problem} (known: "
+            f"times of the seed {item}s {type_name!r} {problem} (known: "
             f"{', '.join(data) or 'none'}). Pass the loader seed_time=: one time per {item}, "
             "a number for all, or the name of a column."
         )
 
     if isinstance(seed_time, str):
         times = view_as_numpy(data[seed_time][torch.from_numpy(ids)])
+    elif np.ndim(seed_time):
+        times = np.asarray(as_array(seed_time))
     else:
-        times = np.asarray(as_array(seed_time) if np.ndim(seed_time) else np.full(len(ids), seed_time))
+        times = np.full(len(ids), seed_time)
 
-    is_valid = times.dtype.kind in ("iu" if dtype == "int64" else "iuf") and times.dtype != np.uint64
-    if times.shape != (len(ids),) or not is_valid:
+    allowed_kinds = "iu" if dtype == "int64" else "iuf"
+    # Large uint64 values do not fit the dtypes of times.
+    is_number = times.dtype.kind in allowed_kinds and times.dtype != np.uint64
+    if times.shape != (len(ids),) or not is_number:
         raise ConfigError(
-            f"seed_time of {kind!r} has shape {times.shape} and dtype {times.dtype}, but "
+            f"seed_time of {type_name!r} has shape {times.shape} and dtype {times.dtype}, but "
             f"there are {len(ids)} {item}s and the times of the graph are {dtype}. Pass one "
             f"{dtype} number per {item}."
         )
@@ -127,8 +146,7 @@ def _read_keys(
     if (keys == NEVER).any():
         position = int(np.argmax(keys == NEVER))
         raise ConfigError(
-            f"the {item} {ids[position]} of type {kind!r} has no time ({times[position]}). "
+            f"the {item} {ids[position]} of type {type_name!r} has no time ({times[position]}). "
             "Leave it out of the seeds, or pass seed_time=."
         )
-
     return keys

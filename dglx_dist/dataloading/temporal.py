@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any, Literal, NoReturn, final
 
@@ -53,9 +54,10 @@ class TemporalNeighborSampler(BlockSampler):
             raise ConfigError(f"strategy={strategy!r}. Choose 'uniform' or 'last'.")
         if edge_time is None and node_time is None:
             raise ConfigError("edge_time and node_time are both None. Name a column of times.")
-        is_number = isinstance(window, Real) and not isinstance(window, bool)
-        if window is not None and not (is_number and 0 <= window < float("inf")):
-            raise ConfigError(f"window={window!r}. Use a number of at least 0, or None for no limit.")
+        if window is not None:
+            is_number = isinstance(window, Real) and not isinstance(window, bool)
+            if not is_number or not 0 <= window < math.inf:
+                raise ConfigError(f"window={window!r}. Use a number of at least 0, or None for no limit.")
         self.fanouts = fanouts
         self.edge_time = edge_time
         self.node_time = node_time

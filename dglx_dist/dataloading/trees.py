@@ -132,10 +132,12 @@ def _draw_positions(
     lasts = np.empty(len(nodes), np.int64)
     _find_ranges(csc, rows, firsts, lasts)
     largest = 0
-    indptr = np.zeros(len(nodes) + 1, np.int64)
     for i in range(len(nodes)):
         largest = max(largest, lasts[i] - firsts[i])
+
+    # Count the edges of each row first, so that one array has space for all of them.
     candidates = np.empty(largest if len(exclude) else 0, np.int64)
+    indptr = np.zeros(len(nodes) + 1, np.int64)
     for i in range(len(nodes)):
         count = lasts[i] - firsts[i]
         if len(exclude) and _has_excluded(csc, exclude, nodes[i]):
@@ -153,6 +155,8 @@ def _draw_positions(
         is_listed = len(exclude) > 0 and _has_excluded(csc, exclude, nodes[i])
         if is_listed:
             count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
+
+        # Write indices among the candidates. The most recent edges come last.
         if takes_last or fanout < 0 or (len(out) == count and not replace):
             for j in range(len(out)):
                 out[j] = count - len(out) + j
@@ -160,9 +164,9 @@ def _draw_positions(
             tree_stream = mix(stream ^ np.uint64(tree_keys[i]))
             draw_uniform(item_key(tree_stream, nodes[i]), count, replace, out, bits)
 
+        # Without excluded edges, the candidates are the range itself.
         for j in range(len(out)):
             out[j] = candidates[out[j]] if is_listed else firsts[i] + out[j]
-
     return indptr, positions
 
 
@@ -182,8 +186,7 @@ def _draw_rows(
     sources = np.empty(len(edges), np.int64)
     positions = csc.positions
     indices = csc.indices
-
-    # Separate loops read many edges at once.
+    # In separate loops, the processor reads many edges at once.
     if len(positions):
         for i in range(len(edges)):
             edges[i] = positions[np.uint64(edges[i])]
@@ -199,21 +202,35 @@ def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder
     ``orders`` maps the first node of a shard to its order by time. It is None for a type without times.
     """
 
+    # Each row has a node and a tree. With times it also has a time, and with a window the smallest time.
+    num_columns = 2
+    if rule.dtype is not None:
+        num_columns = 3 if rule.window is None else 4
+
     def draw(shard: CSCShard, rows: Array, parameters: str, more_exclude: Array) -> InEdges:
-        hop = json.loads(parameters)
         # Compiled code reads these columns without checks, and rows may come from another server.
-        num_columns = 2 + (rule.dtype is not None) + (rule.dtype is not None and rule.window is not None)
         if rows.ndim != 2 or len(rows) != num_columns:
             raise ValueError(f"rows must have {num_columns} columns, not the shape {rows.shape}")
+
+        positions = _NO_POSITIONS
+        keys = NO_EDGES
         order = None if orders is None else orders.get(shard.first_node)
-        positions, keys = (_NO_POSITIONS, NO_EDGES) if order is None else (order.positions, order.keys)
+        if order is not None:
+            positions = order.positions
+            keys = order.keys
         csc = _TimedCsc(shard.indptr, shard.indices, positions, keys, shard.first_node, shard.first_edge)
 
-        # Edges of types without times have no last ones.
-        drawing = rule.replace, rule.takes_last and orders is not None
-        excluded = merge_ids(exclude, more_exclude)
-        stream = np.uint64(hop["stream"])
-        indptr, sources, edge_ids = _draw_rows(csc, rows, int(hop["fanout"]), stream, drawing, excluded)
+        # Edges of types without times have no order, so they are drawn uniformly.
+        takes_last = rule.takes_last and orders is not None
+        hop = json.loads(parameters)
+        indptr, sources, edge_ids = _draw_rows(
+            csc,
+            rows,
+            int(hop["fanout"]),
+            np.uint64(hop["stream"]),
+            (rule.replace, takes_last),
+            merge_ids(exclude, more_exclude),
+        )
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
     return draw
@@ -254,12 +271,16 @@ def _find_tree_starts(trees: Array, num_trees: int) -> Array:
     num_runs = 1
     for i in range(1, len(trees)):
         num_runs += trees[i] < trees[i - 1]
+
     starts = np.empty((num_runs, num_trees + 1), np.int64)
-    run, next_tree = 0, 0
+    run = 0
+    next_tree = 0
     for i in range(len(trees)):
+        # A smaller tree begins a new run. The trees after the last one of the old run are empty.
         if i and trees[i] < trees[i - 1]:
             starts[run, next_tree:] = i
-            run, next_tree = run + 1, 0
+            run += 1
+            next_tree = 0
         while next_tree <= trees[i]:
             starts[run, next_tree] = i
             next_tree += 1
@@ -306,10 +327,12 @@ def _number_sources(
     # The table of a tree is small enough for the processor's cache, unlike a table of the batch.
     num_slots = 2 * _find_largest_tree(row_starts, edge_starts, indptr)
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), num_slots)
-    slots, keys = table.slots, table.keys
+    slots = table.slots
+    keys = table.keys
     numbers_in_table = np.empty(len(slots), np.int64)
     numbers = np.empty(len(sources), np.int64)
     for tree in range(num_trees):
+        # Entries of earlier trees are smaller than the base of this table, so they count as free.
         tree_table = NodeTable(slots, keys, tree + 1)
         for run in range(len(row_starts)):
             for number in range(row_starts[run, tree], row_starts[run, tree + 1]):
@@ -317,6 +340,7 @@ def _number_sources(
                 slots[slot] = tree + 1
                 keys[slot] = nodes[number]
                 numbers_in_table[slot] = number
+
         for run in range(len(edge_starts)):
             for edge in range(indptr[edge_starts[run, tree]], indptr[edge_starts[run, tree + 1]]):
                 slot = find_slot(tree_table, sources[edge])
@@ -363,38 +387,48 @@ class TreeSource:
         """
         num_trees = len(request.seeds)
         tree_keys = np.empty(num_trees, np.int64)
-        rows = []
+        # The rows of each node type. Each seed is the first row of its tree.
+        rows: list[TreeRows] = []
         for (first, last), first_key in zip(pairwise(request.seed_ends), self._schema.offsets, strict=False):
             seeds = request.seeds[first:last]
             make_tree_keys(seeds, times[first:last], int(first_key), tree_keys[first:last])
             rows.append(TreeRows(seeds, np.arange(first, last)))
 
         columns = self._make_columns(tree_keys, times)
-        node_ends = [[len(of_type.nodes) for of_type in rows]]
-        pieces = []
+        node_ends = [[len(type_rows.nodes) for type_rows in rows]]
+        # One array for each hop and edge type.
+        indptrs: list[Array] = []
+        sources: list[Array] = []
+        edge_ids: list[Array] = []
         for hop in range(len(request.fanouts)):
             edges = self._draw(request, exclude, columns, hop, rows)
-            destinations = [rows[node_type].trees for node_type in self._destination_types]
-            for in_edges, trees_of_rows, source_type in zip(
-                edges, destinations, self._source_types, strict=True
-            ):
-                arrays = in_edges.indptr, in_edges.sources
-                numbers, rows[source_type] = _number_sources(
-                    rows[source_type], trees_of_rows, *arrays, num_trees
+            # The edges belong to the rows before this hop, which adds rows.
+            destination_trees = [rows[node_type].trees for node_type in self._destination_types]
+            for in_edges, trees, node_type in zip(edges, destination_trees, self._source_types, strict=True):
+                numbers, rows[node_type] = _number_sources(
+                    rows[node_type], trees, in_edges.indptr, in_edges.sources, num_trees
                 )
-                pieces.append((in_edges.indptr, numbers, in_edges.edge_ids))
-            node_ends.append([len(of_type.nodes) for of_type in rows])
+                indptrs.append(in_edges.indptr)
+                sources.append(numbers)
+                edge_ids.append(in_edges.edge_ids)
+            node_ends.append([len(type_rows.nodes) for type_rows in rows])
 
-        edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in pieces)])
-        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        nodes, tree_of_node = rows[0]
+        nodes, node_trees = rows[0]
+        # A single array need not be copied.
         if len(rows) > 1:
-            nodes, tree_of_node = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
-        starts = np.cumsum([0, *node_ends[-1]])
-        no_weights = np.empty(0, np.float32)
-        ends = np.array(node_ends)
-        batch = RawBatch(nodes, starts, ends, indptr, sources, edge_ids, edge_ends, no_weights)
-        return batch, tree_of_node, tree_keys
+            nodes = np.concatenate([type_rows.nodes for type_rows in rows])
+            node_trees = np.concatenate([type_rows.trees for type_rows in rows])
+        batch = RawBatch(
+            nodes=nodes,
+            node_starts=np.cumsum([0, *node_ends[-1]]),
+            node_ends=np.array(node_ends),
+            indptr=np.concatenate(indptrs),
+            sources=np.concatenate(sources),
+            edge_ids=np.concatenate(edge_ids),
+            edge_ends=np.cumsum([0, *map(len, edge_ids)]),
+            edge_weights=np.empty(0, np.float32),
+        )
+        return batch, node_trees, tree_keys
 
     def _make_columns(self, tree_keys: Array, times: Array) -> Array:
         """Return (C - 1, B) int64 values of each tree that its rows send, see :func:`_draw_rows`."""

@@ -8,7 +8,6 @@ CRC-32 of each tensor, a CRC-32 of the index of each folder of rows, and a CRC-3
 
 import json
 import logging
-import math
 import os
 import shutil
 import zlib
@@ -33,7 +32,6 @@ from dglx_dist.comm.collectives import (
     gather_json,
     run_on_all_ranks,
 )
-from dglx_dist.comm.exchange import view_bytes
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
 from dglx_dist.data.storage.files import (
@@ -60,7 +58,6 @@ from dglx_dist.training.checkpoint_folder import (
     find_newest,
     list_complete,
     parse_key,
-    read_count,
     read_state,
 )
 from dglx_dist.training.checkpoint_folder import STATE_NAME as STATE_NAME
@@ -76,13 +73,19 @@ from dglx_dist.training.object_state import (
     decode,
     describe_objects,
     find_prefix,
-    format_dtype,
     join_optimizer,
     load_optimizer,
-    parse_dtype,
     select_values,
     split_objects,
     split_optimizer,
+)
+from dglx_dist.training.tensor_file import (
+    SavedTensor,
+    add_prefix,
+    check_model,
+    read_entry,
+    select_prefix,
+    write_tensors,
 )
 
 log = logging.getLogger(__name__)
@@ -97,91 +100,6 @@ def _storage_errors() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """Position, type and checksum of a tensor in a checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    path: Path
-    first_byte: int
-    crc32: int
-
-    def read(self, name: str) -> Tensor:
-        """Read the tensor. Raise CheckpointError if its file is too short or its bytes have changed."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        raw = view_bytes(tensor)
-        with self.path.open("rb") as file:
-            file.seek(self.first_byte)
-            if file.readinto(raw) != len(raw) or zlib.crc32(raw) != self.crc32:
-                raise CheckpointError(
-                    f"{self.path} is damaged in {name!r} (byte {self.first_byte}); {REMEDY}"
-                )
-        return tensor
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[str, Any]]:
-    """Write ``tensors`` to a new file and flush it to disk. Return their entries of ``state.json``."""
-    entries = {}
-    with path.open("wb") as file:
-        for name, tensor in tensors.items():
-            raw = view_bytes(tensor.detach().cpu().contiguous())
-            entries[name] = {
-                "dtype": format_dtype(tensor),
-                "shape": list(tensor.shape),
-                "file": path.name,
-                "first_byte": file.tell(),
-                "num_bytes": len(raw),
-                "crc32": zlib.crc32(raw),
-            }
-            file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    return entries
-
-
-def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
-    """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
-    file_name = entry["file"]
-    dtype = parse_dtype(entry["dtype"])
-    shape = tuple(read_count(size) for size in entry["shape"])
-    path = folder / file_name
-    start = read_count(entry["first_byte"])
-    num_bytes = read_count(entry["num_bytes"])
-    if path.name != file_name:
-        raise CheckpointError(f"{folder} refers to {file_name!r} outside of it. Load another checkpoint.")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {REMEDY}")
-    if path.stat().st_size < start + num_bytes:
-        raise CheckpointError(f"{path} is damaged: it is shorter than {start + num_bytes} bytes; {REMEDY}")
-    if num_bytes != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
-    crc32 = read_count(entry["crc32"])
-    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=start, crc32=crc32)
-
-
-def _select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
-    saved_entries = _select_prefix("model/", saved_tensors)
-    for name in dict.fromkeys([*model, *saved_entries]):
-        tensor = model.get(name)
-        saved = saved_entries.get(name)
-        if tensor is None or saved is None:
-            owner, other_side = (path, "this model") if tensor is None else ("this model", path)
-            remedy = "Build the model as in the saved run."
-            if tensor is None and name.endswith("target_scale"):
-                remedy = "For a regression, first call model.standardise(torch.zeros(K), torch.ones(K))."
-            raise CheckpointError(f"{owner} has {name!r}, but {other_side} does not. {remedy}")
-        if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
-            raise CheckpointError(
-                f"{name!r} is {saved.shape} {saved.dtype} in {path} but "
-                f"{tuple(tensor.shape)} {tensor.dtype} in this model. Build the model as in the saved run."
-            )
-
-
 def _check_run(
     path: Path,
     state: Mapping[str, Any],
@@ -191,7 +109,7 @@ def _check_run(
     loader: object,
     random_state: bool,
 ) -> None:
-    """Raise CheckpointError unless the checkpoint fits this dataset, number of ranks and torch."""
+    """Raise CheckpointError if the checkpoint does not fit this dataset, number of ranks or torch."""
     topology = current_session().topology
     for name, value in dataset.items():
         if state["dataset"].get(name, value) != value:
@@ -199,6 +117,7 @@ def _check_run(
                 f"{path} was trained on a dataset with {name}={state['dataset'][name]!r}, but this one has "
                 f"{value!r}. Use the same dataset."
             )
+
     if loader is not None and state["world_size"] != topology.world_size and state["step"] != 0:
         raise CheckpointError(
             f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks. Load it on "
@@ -206,6 +125,7 @@ def _check_run(
         )
     if loader is not None and state["loader"][0] is None:
         raise CheckpointError(f"{path} has no loader position. Load it without ``loader``.")
+
     saved = tensors.get(f"random/{topology.rank}/cpu")
     current = torch.get_rng_state()
     if random_state and saved is not None and (saved.shape, saved.dtype) != (current.shape, current.dtype):
@@ -223,16 +143,16 @@ def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
 
 
 def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) -> None:
+    """Raise CheckpointError if the saved rows are damaged or do not fit the optimizers of embeddings."""
     optimizers = list_optimizers(sparse)
-    saved = len(checksums)
-    if len(optimizers) != saved:
+    if len(optimizers) != len(checksums):
         raise CheckpointError(
-            f"{checkpoint} has {saved} optimizers of embeddings, but sparse= has {len(optimizers)}. Pass the "
-            "optimizers of the saved run in the same order."
+            f"{checkpoint} has {len(checksums)} optimizers of embeddings, but sparse= has "
+            f"{len(optimizers)}. Pass the optimizers of the saved run in the same order."
         )
-    for index, (optimizer, checksum) in enumerate(zip(optimizers, checksums, strict=True)):
+    for index, optimizer in enumerate(optimizers):
         folder = _sparse_folder(checkpoint, index)
-        if _checksum_index(folder) != checksum:
+        if _checksum_index(folder) != checksums[index]:
             raise CheckpointError(f"{folder} is damaged or belongs to another checkpoint; {REMEDY}")
         optimizer.check_saved(folder)
 
@@ -263,8 +183,9 @@ class ResumableLoader(Protocol):
 def _find_next_position(loader: ResumableLoader) -> Any:
     """Return the position of a loader. After the last step of an epoch, that is the start of the next one."""
     position = loader.state_dict()
-    is_over = position["step"] == len(loader)
-    return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
+    if position["step"] < len(loader):
+        return position
+    return position | {"epoch": position["epoch"] + 1, "step": 0}
 
 
 _POSITION = ("epoch", "step", "world_size", "extra")
@@ -322,32 +243,38 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
     session = current_session()
     position = run_on_all_ranks(session, lambda: _position_to_save(loader, epoch, step), ConfigError)
     check_equal(session, "epoch and step of a checkpoint", position)
-    final = Path(folder) / folder_name(**position)
-    if loader is None and epoch is None and (final / STATE_NAME).is_file():
-        warn_user(f"{final} is replaced: saves without epoch= share one name. Pass epoch= to keep both.")
-    saved = RunState(
+    path = Path(folder) / folder_name(**position)
+    if loader is None and epoch is None and (path / STATE_NAME).is_file():
+        warn_user(f"{path} is replaced: saves without epoch= share one name. Pass epoch= to keep both.")
+    run = RunState(
         model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {}, state=state
     )
-    return CheckpointWriter(folder, saved).save(**position, extra=extra or {}, wait=True)
+    return CheckpointWriter(folder, run).save(**position, extra=extra or {}, wait=True)
 
 
 def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: int | None) -> dict[str, int]:
     """Return the epoch and step of a checkpoint. Raise ConfigError if they differ from the loader's."""
-    values = {"epoch": epoch, "step": step}
-    explicit = {key: check_integer(key, value, least=0) for key, value in values.items() if value is not None}
+    arguments = {}
+    if epoch is not None:
+        arguments["epoch"] = check_integer("epoch", epoch, least=0)
+    if step is not None:
+        arguments["step"] = check_integer("step", step, least=0)
     if loader is None:
-        return {"epoch": 0, "step": 0, **explicit}
+        return {"epoch": 0, "step": 0, **arguments}
+
     state = loader.state_dict()
-    if not isinstance(state, Mapping) or not values.keys() <= state.keys():
+    if not isinstance(state, Mapping) or not {"epoch", "step"} <= state.keys():
         raise ConfigError(f"the position {state!r} of the loader needs epoch and step from its state_dict().")
+
+    # After the last step of an epoch, the arguments may name the end of this epoch or the start of the next.
     position = _find_next_position(loader)
-    if not (explicit.items() <= position.items() or explicit.items() <= state.items()):
+    if not (arguments.items() <= position.items() or arguments.items() <= state.items()):
         raise ConfigError(
-            f"{' and '.join(f'{name}={value}' for name, value in explicit.items())} would name the "
+            f"{' and '.join(f'{name}={value}' for name, value in arguments.items())} would name the "
             f"checkpoint, but its loader is at step {position['step']} of epoch {position['epoch']}. Remove "
             "these arguments."
         )
-    return {name: position[name] for name in values}
+    return {"epoch": position["epoch"], "step": position["step"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,18 +334,21 @@ class CheckpointWriter:
         copy is short on a rank, all ranks write without a copy before they return.
         """
         self.wait()
-        stack = ExitStack()
         final = self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
-        snapshot, copied = self._snapshot(facts, wait=wait)
+        snapshot, is_copy = self._take_snapshot(facts, wait=wait)
+
+        # The writer closes this stack. The partial folder is removed then if it was not renamed.
+        stack = ExitStack()
         folder = stack.enter_context(open_partial_folder(self._session, final))
         self._num_saves += 1
         self._thread = Thread(
             target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
         )
-        if copied:
+        if is_copy:
             self._thread.start()
         else:
+            # Write in the calling thread, because training would change the tensors.
             self._thread.run()
             self.wait()
         return final
@@ -429,107 +359,115 @@ class CheckpointWriter:
         Raises CheckpointError if a rank could not write. All ranks raise the same message. Earlier
         checkpoints are unchanged.
         """
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
+        # A thread without an identity was not started, see ``save``.
         if thread.ident is not None:
             thread.join()
-        problems = [text for text in gather_json(self._failure, self._session) if text]
-        if problems:
+        failures = [message for message in gather_json(self._failure, self._session) if message]
+        if failures:
             self._failure = ""
-            raise CheckpointError(problems[0])
+            raise CheckpointError(failures[0])
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, after a failure. Waits for nobody."""
         self._reports.mailbox.begin(self._num_saves + 1)
 
-    def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
+    def _take_snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
         """Return this rank's share, and whether its tensors are copies. Every rank must call this."""
+        own_tensors, state = self._collect_state(facts)
+        sparse = list_optimizers(self._run.sparse)
+        all_rows = chain.from_iterable(optimizer.own_rows for optimizer in sparse)
+        is_copy = not wait and self._has_memory([*own_tensors.values(), *all_rows])
+        keep_tensor = self._copy_to_buffer if is_copy else lambda _folder, _name, tensor: tensor
+        rows = []
+        for index, optimizer in enumerate(sparse):
+            rows.append(optimizer.rows_to_save(partial(keep_tensor, f"sparse/{index}")))
+        kept_tensors = {name: keep_tensor("", name, tensor) for name, tensor in own_tensors.items()}
+        return _Snapshot(own_tensors=kept_tensors, rows=rows, state=state), is_copy
+
+    def _collect_state(self, facts: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """Return the tensors that this rank writes, and the JSON values. Every rank must call this."""
         session = self._session
-        model = self._run.model
-        optimizer = self._run.optimizer
+        model, optimizer, loader = self._run.model, self._run.optimizer, self._run.loader
         module = _plain_module(model)
-        loader = self._run.loader
-        dataset = self._run.dataset
         # state_dict() comes first, because it completes the steps that a pipeline has in flight. These steps
         # also change the optimizer.
         weights = model.state_dict()
         check_replicas({n: weights[n] for n, _ in module.named_parameters() if n in weights}, session)
 
-        def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
-            _check_values({"extra": facts["extra"], "dataset": dataset}, weights)
+        # Everything that may fail on one rank runs here.
+        def split_state() -> tuple[Any, Any]:
+            _check_values({"extra": facts["extra"], "dataset": self._run.dataset}, weights)
             split = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
-            return *split, *split_objects(self._run.state or {})
+            return split, split_objects(self._run.state or {})
 
-        moments, plain_state, object_tensors, values = run_on_all_ranks(session, prepare, CheckpointError)
+        split, (object_tensors, values) = run_on_all_ranks(session, split_state, CheckpointError)
+        moments, plain_state = split
         objects = describe_objects(values, object_tensors, session)
         if plain_state is not None:
             moments, plain_state = join_optimizer(model, moments, plain_state, session)
-        tensors = {f"model/{name}": value for name, value in weights.items()}
-        tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
-        prefix = find_prefix(objects, session.topology.rank)
-        tensors |= {f"{prefix}{name}": value for name, value in object_tensors.items()}
+
+        rank = session.topology.rank
+        tensors = add_prefix("model/", weights) | add_prefix("optimizer/", moments)
+        tensors |= add_prefix(find_prefix(objects, rank), object_tensors)
         own_tensors = _select_own_tensors(tensors, session)
-        own_tensors[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
+        own_tensors[f"random/{rank}/cpu"] = torch.get_rng_state()
         if isinstance(model, WrappedModel):
-            prefix = f"rank/{session.topology.rank}/"
-            own_tensors |= {prefix + name: rows for name, rows in model.rank_state().items()}
+            own_tensors |= add_prefix(f"rank/{rank}/", model.rank_state())
         if session.device.type == "cuda":
-            own_tensors[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
-        sparse = list_optimizers(self._run.sparse)
-        all_rows = chain.from_iterable(optimizer.own_rows for optimizer in sparse)
-        is_copy = not wait and self._has_memory([*own_tensors.values(), *all_rows])
-        keep_tensor = self._copy_to_buffer if is_copy else lambda _folder, _name, tensor: tensor
-        rows = [
-            optimizer.rows_to_save(partial(keep_tensor, f"sparse/{index}"))
-            for index, optimizer in enumerate(sparse)
-        ]
-        snapshot = _Snapshot(
-            own_tensors={name: keep_tensor("", name, tensor) for name, tensor in own_tensors.items()},
-            rows=rows,
-            state={
-                **facts,
-                "world_size": session.topology.world_size,
-                "optimizer": plain_state,
-                "loader": gather_json(None if loader is None else _find_next_position(loader), session),
-                "dataset": dict(dataset),
-                "objects": objects,
-            },
-        )
-        return snapshot, is_copy
+            own_tensors[f"random/{rank}/cuda"] = torch.cuda.get_rng_state(session.device)
+
+        state = {
+            **facts,
+            "world_size": session.topology.world_size,
+            "optimizer": plain_state,
+            "loader": gather_json(None if loader is None else _find_next_position(loader), session),
+            "dataset": dict(self._run.dataset),
+            "objects": objects,
+        }
+        return own_tensors, state
 
     def _has_memory(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether every rank can hold a copy of its ``tensors``. Every rank must call this."""
         session = self._session
         buffer_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
-        needed = max(0, sum(tensor.nbytes for tensor in tensors) - buffer_bytes)
+        new_bytes = max(0, sum(tensor.nbytes for tensor in tensors) - buffer_bytes)
+        # All ranks of a machine copy at once.
         ranks_on_host = session.hosts.count(session.hosts[session.topology.rank])
-        is_enough = needed * ranks_on_host < machine_memory()[1]
-        return bool(gather_int64([is_enough], session).all())
+        _, free_bytes = machine_memory()
+        has_memory = new_bytes * ranks_on_host < free_bytes
+        return bool(gather_int64([has_memory], session).all())
 
     def _copy_to_buffer(self, folder: str, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name := f"{folder}/{name}")
+        key = f"{folder}/{name}"
+        buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return buffer.copy_(tensor.detach())
 
     def _write(self, snapshot: _Snapshot, folder: Path, final: Path, stack: ExitStack) -> None:
         """Write and report this rank's share. Rank 0 publishes all shares. Calls no collective."""
-        session, rank = self._session, self._session.topology.rank
+        topology = self._session.topology
         try:
             with stack:
                 report = self._write_own_files(snapshot, folder, final)
-                if rank > 0:
-                    raw = np.frombuffer(json.dumps(report).encode(), np.uint8)
-                    self._reports.post(self._num_saves, _WRITTEN, {0: [raw]}, phase=None)
+                if topology.rank > 0:
+                    encoded_report = np.frombuffer(json.dumps(report).encode(), np.uint8)
+                    self._reports.post(self._num_saves, _WRITTEN, {0: [encoded_report]}, phase=None)
                     return
-                sources = range(1, session.topology.world_size)
+
+                sources = range(1, topology.world_size)
                 request = f"its share of {final.name}"
-                received = self._reports.mailbox.take(self._num_saves, _WRITTEN, sources, request)
-                reports = [report, *(json.loads(received[source][0].tobytes()) for source in sources)]
+                messages = self._reports.mailbox.take(self._num_saves, _WRITTEN, sources, request)
+                reports = [report, *(json.loads(messages[source][0].tobytes()) for source in sources)]
                 self._publish(reports, snapshot, folder, final)
+        except DglxError as error:
+            self._failure = str(error)
         except Exception as error:  # noqa: BLE001 - the training loop raises it on all ranks
-            self._failure = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
 
     def _write_own_files(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
         """Write this rank's files into ``folder``, and return their index entries as JSON values.
@@ -540,10 +478,9 @@ class CheckpointWriter:
         try:
             with name_write_failures(final):
                 entries = write_tensors(snapshot.own_tensors, folder / f"tensors-{rank}.bin")
-                row_entries = [
-                    write_share(_sparse_folder(folder, index), write_own)
-                    for index, (write_own, _) in enumerate(snapshot.rows)
-                ]
+                row_entries = []
+                for index, (write_own, _) in enumerate(snapshot.rows):
+                    row_entries.append(write_share(_sparse_folder(folder, index), write_own))
         except StorageError as error:
             return {"problem": f"rank {rank} on {self._session.hosts[rank]}: {error}"}
         return {"problem": "", "tensors": entries, "rows": row_entries}
@@ -555,14 +492,14 @@ class CheckpointWriter:
         for report in reports:
             if report["problem"]:
                 raise CheckpointError(report["problem"])
+        checksums = []
         for index, (_, metadata) in enumerate(snapshot.rows):
             row_entries = [report["rows"][index] for report in reports]
             index_shares(_sparse_folder(folder, index), row_entries, metadata)
+            checksums.append(_checksum_index(_sparse_folder(folder, index)))
         tensors = dict(chain.from_iterable(report["tensors"].items() for report in reports))
-        indices = [_checksum_index(_sparse_folder(folder, index)) for index in range(len(snapshot.rows))]
         with name_write_failures(final):
-            state = {**snapshot.state, "sparse": indices, "tensors": tensors}
-            write_json(folder / STATE_NAME, state)
+            write_json(folder / STATE_NAME, {**snapshot.state, "sparse": checksums, "tensors": tensors})
             publish_or_replace(folder, final)
         if self._keep is not None:
             _remove_older(final, self._keep, self.protected)
@@ -613,7 +550,9 @@ class Checkpoints:
         run = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, state=state or {})
         self._writer = CheckpointWriter(folder, run, keep)
         self._steps_of_epoch = len(loader)
+        # An epoch without steps gives 0 steps between checkpoints.
         self._steps_between = max(1, count_steps_between(every, len(loader)))
+
         lock_folder(folder)
         self.epoch = 0
         """First epoch of the loop. It is the epoch of the checkpoint if one was loaded."""
@@ -623,6 +562,7 @@ class Checkpoints:
             resumed = load(folder, **vars(run), which=NEWEST)
             self.epoch = resumed.epoch
             self.extra = dict(resumed.extra)
+
         self._folder = folder
         self._open = ExitStack()
         self._stop_point = self._open.enter_context(current_session().stoppable())
@@ -644,8 +584,9 @@ class Checkpoints:
         position = _find_next_position(self._loader)
         epoch = int(position["epoch"])
         step = int(position["step"])
+        is_due = (epoch * self._steps_of_epoch + step) % self._steps_between == 0
         stops = self._stop_point.should_stop()
-        if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
+        if stops or is_due:
             self._writer.save(epoch=epoch, step=step, extra=self.extra, wait=stops)
         if stops:
             self.close()
@@ -656,10 +597,12 @@ checkpoints = Checkpoints
 
 
 def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
-    newest_key = parse_key(newest.name), newest
-    older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_key)
+    """Remove all checkpoints before ``newest`` except ``protected`` and the last ``keep - 1``."""
+    newest_entry = parse_key(newest.name), newest
+    older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_entry)
     # The newest checkpoint counts as one of the ``keep``.
-    for _, path in older[: max(0, len(older) + 1 - keep)]:
+    num_removed = max(0, len(older) + 1 - keep)
+    for _, path in older[:num_removed]:
         try:
             if path != protected:
                 discard(path)
@@ -669,17 +612,17 @@ def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
 
 def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
     """Return the tensors that this rank writes. Ranks with the same tensor take turns. All ranks call it."""
-    names = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
-    for rank, rank_names in enumerate(names):
+    for rank, rank_names in enumerate(gather_json(list(tensors), session)):
         for name in rank_names:
             holders.setdefault(name, []).append(rank)
-    return {
-        name: tensors[name]
-        for index, (name, ranks) in enumerate(holders.items())
-        if ranks[index % len(ranks)] == session.topology.rank
-    }
+    own_tensors = {}
+    for index, (name, ranks) in enumerate(holders.items()):
+        writer = ranks[index % len(ranks)]
+        if writer == session.topology.rank:
+            own_tensors[name] = tensors[name]
+    return own_tensors
 
 
 @_storage_errors()
@@ -721,35 +664,31 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
             is changed in this case.
         PeerError: a rank is dead or silent.
     """
-    kind = NEWEST if which is None and not (optimizer is None and loader is None) else which
-    session, module = current_session(), _plain_module(model)
+    session = current_session()
+    module = _plain_module(model)
     weights = model.state_dict()
-    rank = session.topology.rank
-    choice = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
-    path = Path(broadcast_json(choice and str(choice[0]), session))
-    if choice is not None and choice[1] and which != NEWEST:
-        log.warning("loading %s, %s", path, choice[1])
+    selection = which
+    if which is None and (optimizer is not None or loader is not None):
+        selection = NEWEST
+    path = _choose_on_rank_0(folder, selection, logs_reason=which != NEWEST)
 
+    # Returns ``state.json``, the tensors, the optimizer's state, and the states of the objects.
     def read() -> tuple[dict[str, Any], dict[str, Tensor], Mapping[str, Any], dict[str, Any]]:
         with read_state(path) as contents:
-            tensors = {name: _read_entry(path, name, entry) for name, entry in contents["tensors"].items()}
-            _check_model(path, tensors, weights)
+            tensors = {name: read_entry(path, name, entry) for name, entry in contents["tensors"].items()}
+            check_model(path, tensors, weights)
             _check_run(path, contents, tensors, dataset or {}, loader=loader, random_state=random_state)
-            saved_tensors = _select_prefix("optimizer/", tensors)
-            check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
+            check_optimizer(
+                path, contents["optimizer"], optimizer, module, select_prefix("optimizer/", tensors)
+            )
             _check_sparse(path, contents["sparse"], sparse)
-            is_same_size = contents["world_size"] == session.topology.world_size
-            needs = {
-                "model/": True,
-                "optimizer/": optimizer is not None,
-                f"rank/{rank}/": is_same_size,
-                f"random/{rank}/": is_same_size and random_state,
-            }
-            prefixes = tuple(filter(needs.get, needs))
-            values = {name: entry.read(name) for name, entry in tensors.items() if name.startswith(prefixes)}
-            needs_state = state is not None or optimizer is not None
-            objects = _read_objects(path, contents, tensors, state or {}) if needs_state else {}
-            moments = cut_optimizer(model, _select_prefix("optimizer/", values))
+
+            needs_optimizer = optimizer is not None
+            values = _read_tensors(contents, tensors, optimizer=needs_optimizer, random_state=random_state)
+            objects = {}
+            if state is not None or optimizer is not None:
+                objects = _read_objects(path, contents, tensors, state or {})
+            moments = cut_optimizer(model, select_prefix("optimizer/", values))
             if optimizer is not None:
                 moments = build_optimizer_state(optimizer, module, moments, contents["optimizer"])
             return contents, values, moments, objects
@@ -757,18 +696,60 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
     # Everything that may fail on one rank comes before the first change.
     contents, values, moments, objects = run_on_all_ranks(session, read, CheckpointError)
     if loader is not None:
-        position = contents["loader"][rank if contents["world_size"] == session.topology.world_size else 0]
-        run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
-    model.load_state_dict(_select_prefix("model/", values))
+        _set_position(loader, contents["loader"], session)
+    model.load_state_dict(select_prefix("model/", values))
     if optimizer is not None:
         load_optimizer(optimizer, dict(moments))
     for name, object_state in objects.items():
         (state or {})[name].load_state_dict(object_state)
-    for index, rows in enumerate(list_optimizers(sparse)):
-        rows.flush()
-        rows.read_saved(_sparse_folder(path, index))
+    _load_sparse(path, sparse)
     _load_rank_state(model, values, session)
     return LoadedCheckpoint(path=path, **{name: contents[name] for name in _POSITION})
+
+
+def _read_tensors(
+    contents: Mapping[str, Any],
+    tensors: Mapping[str, SavedTensor],
+    *,
+    optimizer: bool,
+    random_state: bool,
+) -> dict[str, Tensor]:
+    """Read the tensors of the model, the optimizer and this rank.
+
+    Tensors of a rank are only read if the checkpoint was saved by as many ranks.
+    """
+    topology = current_session().topology
+    prefixes = ["model/"]
+    if optimizer:
+        prefixes.append("optimizer/")
+    if contents["world_size"] == topology.world_size:
+        prefixes.append(f"rank/{topology.rank}/")
+        if random_state:
+            prefixes.append(f"random/{topology.rank}/")
+    names = [name for name in tensors if name.startswith(tuple(prefixes))]
+    return {name: tensors[name].read(name) for name in names}
+
+
+def _set_position(loader: ResumableLoader, positions: Sequence[Any], session: Session) -> None:
+    """Set the loader to the saved position of this rank, or of rank 0 if there were more or fewer ranks."""
+    has_same_size = len(positions) == session.topology.world_size
+    position = positions[session.topology.rank] if has_same_size else positions[0]
+    run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
+
+
+def _choose_on_rank_0(folder: str | Path, which: Which | None, *, logs_reason: bool) -> Path:
+    """Return the checkpoint that rank 0 chooses. Every rank must call this."""
+    session = current_session()
+
+    def choose_path() -> str | None:
+        if session.topology.rank > 0:
+            return None
+        path, reason = choose(folder, which)
+        if reason and logs_reason:
+            log.warning("loading %s, %s", path, reason)
+        return str(path)
+
+    return Path(broadcast_json(run_on_all_ranks(session, choose_path, CheckpointError), session))
 
 
 def _read_objects(
@@ -782,21 +763,29 @@ def _read_objects(
     entries = contents.get("objects", {})
     values = select_values(path, entries, objects, session)
     prefix = find_prefix(entries, session.topology.rank)
-    selected = _select_prefix(prefix, tensors) if objects else {}
+    selected = select_prefix(prefix, tensors) if objects else {}
     saved = {name: tensor.read(name) for name, tensor in selected.items()}
     return {name: decode(value["value"], saved) for name, value in values.items()}
 
 
+def _load_sparse(path: Path, sparse: Sparse) -> None:
+    for index, optimizer in enumerate(list_optimizers(sparse)):
+        # Updates that are still queued would change the loaded rows.
+        optimizer.flush()
+        optimizer.read_saved(_sparse_folder(path, index))
+
+
 def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: Session) -> None:
-    rank, device = session.topology.rank, session.device
+    """Restore what the strategy keeps per rank, and torch's random generators. Both may be missing."""
+    rank = session.topology.rank
     if isinstance(model, WrappedModel):
-        model.load_rank_state(_select_prefix(f"rank/{rank}/", tensors))
-    random = _select_prefix(f"random/{rank}/", tensors)
-    if "cpu" in random:
-        torch.set_rng_state(random["cpu"])
+        model.load_rank_state(select_prefix(f"rank/{rank}/", tensors))
+    random_states = select_prefix(f"random/{rank}/", tensors)
+    if "cpu" in random_states:
+        torch.set_rng_state(random_states["cpu"])
     # A checkpoint of GPUs may be resumed on CPUs, and vice versa.
-    if "cuda" in random and device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], device)
+    if "cuda" in random_states and session.device.type == "cuda":
+        torch.cuda.set_rng_state(random_states["cuda"], session.device)
 
 
 def read_extra(
@@ -828,7 +817,8 @@ def lock_folder(folder: str | Path) -> None:
 
     Raises StorageError if another job still saves to it after half of the session's time-out.
     """
-    session, target = current_session(), Path(folder).absolute()
+    session = current_session()
+    target = Path(folder).absolute()
     lock_file = target.with_name(f".{target.name}.lock")
     held_locks = _LOCKS.get(session)
 
@@ -861,6 +851,7 @@ def remove_all(folder: str | Path) -> None:
 
 
 def _check_values(json_values: Mapping[str, object], weights: Mapping[str, object]) -> None:
+    """Raise CheckpointError if a value is not JSON, or an entry of the model's state is not a tensor."""
     for name, value in json_values.items():
         try:
             json.dumps(value)

@@ -51,21 +51,30 @@ def read_state(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_state(path: Path, state: Any) -> None:
-    """Raise CheckpointError for another version, and ValueError if values are damaged or of another step."""
+    """Raise CheckpointError for another version of the format, and ValueError for damaged values.
+
+    Values are damaged, too, if they belong to another step than the name of the folder says.
+    """
     if state.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {state.get('version')}, but this package reads {VERSION}. Load it with the "
             "package that saved it, or start again without resuming."
         )
 
-    numbers = [read_count(state[name]) for name in ("world_size", "epoch", "step")]
-    typed = {"objects": {}, **state}
-    wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]
-    if wrong or len(state["loader"]) != numbers[0]:
-        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
+    for name in ("world_size", "epoch", "step"):
+        read_count(state[name])
+    # Earlier versions saved no objects.
+    values = {"objects": {}, **state}
+    for name in ("dataset", "extra", "objects"):
+        if not isinstance(values[name], dict):
+            raise ValueError(f"{name!r} has a wrong type or length")
+    if len(state["loader"]) != state["world_size"]:
+        raise ValueError("'loader' has a wrong type or length")
     if state["crc32"] != _compute_crc(state):
         raise ValueError("its values have changed since they were written")
-    if (key := parse_key(path.name)) is not None and key[:2] != (state["epoch"], state["step"]):
+
+    key = parse_key(path.name)
+    if key is not None and key[:2] != (state["epoch"], state["step"]):
         raise ValueError(f"it belongs to step {state['step']} of epoch {state['epoch']}")
 
 
@@ -80,17 +89,19 @@ def folder_name(epoch: int, step: int = 0) -> str:
 def find_latest(folder: str | Path) -> Path:
     """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
     newest = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
-    if newest is None:
-        remedy = "save one first, or start without resuming"
-        if (weights := Path(folder) / BEST_WEIGHTS).is_file():
-            remedy = (
-                "train with --checkpoint-every 1, or load its weights into the plain module: "
-                f"module.load_state_dict(safetensors.torch.load_file({str(weights)!r}))"
-            )
-        elif seeds := sorted(map(str, Path(folder).glob("seed-*/"))):
-            remedy = f"it has runs of several seeds, so choose one, such as {seeds[0]}"
-        raise CheckpointError(f"there is no complete checkpoint in {folder}; {remedy}")
-    return newest
+    if newest is not None:
+        return newest
+    remedy = "save one first, or start without resuming"
+    weights_file = Path(folder) / BEST_WEIGHTS
+    seed_folders = sorted(map(str, Path(folder).glob("seed-*/")))
+    if weights_file.is_file():
+        remedy = (
+            "train with --checkpoint-every 1, or load its weights into the plain module: "
+            f"module.load_state_dict(safetensors.torch.load_file({str(weights_file)!r}))"
+        )
+    elif seed_folders:
+        remedy = f"it has runs of several seeds, so choose one, such as {seed_folders[0]}"
+    raise CheckpointError(f"there is no complete checkpoint in {folder}; {remedy}")
 
 
 BEST: Literal["best"] = "best"
@@ -106,43 +117,68 @@ def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
     """
     if which not in (None, BEST, NEWEST):
         raise ConfigError(f"which={which!r} must be 'best' or 'newest'. Leave it out to load the best one.")
+
     newest = find_latest(folder)
-    if newest == Path(folder) or which == NEWEST:
-        return newest, "" if newest == Path(folder) else "the newest"
-    best = _read_best_epoch(newest)
-    path = newest.parent / folder_name(0 if best is None else best + 1)
-    if best is not None and (path / STATE_NAME).is_file() and _read_best_epoch(path) == best:
-        return path, f"the best by validation (the newest is {newest.name}; which='newest' loads it)"
-    reason = "no epoch was evaluated" if best is None else f"the best one, {path.name}, does not exist"
+    if newest == Path(folder):
+        return newest, ""
+    if which == NEWEST:
+        return newest, "the newest"
+
+    obstacle = "no epoch was evaluated"
+    best_epoch = _read_best_epoch(newest)
+    if best_epoch is not None:
+        # A checkpoint at the end of an epoch has the number of the next epoch.
+        path = newest.parent / folder_name(best_epoch + 1)
+        # A checkpoint of this name may belong to an earlier run with another best epoch.
+        if (path / STATE_NAME).is_file() and _read_best_epoch(path) == best_epoch:
+            return path, f"the best by validation (the newest is {newest.name}; which='newest' loads it)"
+        obstacle = f"the best one, {path.name}, does not exist"
+
     if which == BEST:
-        raise CheckpointError(f"{newest.parent} has no best checkpoint: {reason}. Use which='newest'.")
-    return newest, "the newest" if best is None else f"the newest, because {reason}"
+        raise CheckpointError(f"{newest.parent} has no best checkpoint: {obstacle}. Use which='newest'.")
+    return newest, "the newest" if best_epoch is None else f"the newest, because {obstacle}"
 
 
 def _read_best_epoch(checkpoint: Path) -> int | None:
-    """Return the best epoch so far of a run of ``dx.fit``. None: there is none, or another loop saved it."""
+    """Return the best epoch so far of a run of ``dx.fit``. None: no epoch was evaluated, or the checkpoint
+    belongs to another training loop.
+    """
     with read_state(checkpoint) as state:
         extra = state["extra"]
-        return read_count(extra["best"][0]) if "deciding" in extra and extra.get("best") else None
+        # Only ``dx.fit`` saves the name of the deciding metric.
+        if "deciding" not in extra or not extra.get("best"):
+            return None
+        return read_count(extra["best"][0])
 
 
 def find_newest(folder: Path) -> Path | None:
+    """Return ``folder`` if it is a checkpoint, otherwise its newest complete checkpoint, or None."""
     if (folder / STATE_NAME).is_file():
         return folder
     complete = list_complete(folder)
-    return max(complete)[1] if complete else None
+    if not complete:
+        return None
+    _, path = max(complete)
+    return path
 
 
 Key: TypeAlias = tuple[int, int, bool]
 
 
 def list_complete(folder: Path) -> list[tuple[Key, Path]]:
-    paths = folder.iterdir() if folder.is_dir() else ()
-    keys = [(parse_key(path.name), path) for path in paths]
-    return [(key, path) for key, path in keys if key is not None and (path / STATE_NAME).is_file()]
+    """Return the complete checkpoints in ``folder`` with their keys, in any order."""
+    complete = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        key = parse_key(path.name)
+        if key is not None and (path / STATE_NAME).is_file():
+            complete.append((key, path))
+    return complete
 
 
 def parse_key(name: str) -> Key | None:
-    """Return (epoch, step, whether it is not being replaced), or None. Keys sort by age."""
+    """Return (epoch, step, whether the folder is not being replaced), or None for other folders.
+
+    Keys sort by age.
+    """
     match = FOLDER_NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2]), match[3] is None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -34,17 +34,18 @@ from dglx_dist.options import (
 from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
 
-FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
+PRECISIONS = ("float32", "bf16")
 """Precisions of forward passes in training. Weights, gradients and evaluation keep the model's dtype."""
 
+FLOAT32, BF16 = PRECISIONS
+
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
-AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION, LINK = TASKS = (
-    *("auto", "classification", "multilabel", "regression", "link"),
-)
-_OF_CLASSES = ("f1_micro", "f1_macro", "roc_auc", "average_precision")
+TASKS = ("auto", "classification", "multilabel", "regression", "link")
+AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION, LINK = TASKS
+_CLASS_METRICS = ("f1_micro", "f1_macro", "roc_auc", "average_precision")
 METRICS_OF: Mapping[str, tuple[str, ...]] = {
-    CLASSIFICATION: ("accuracy", *_OF_CLASSES),
-    MULTILABEL: (*_OF_CLASSES, "accuracy"),
+    CLASSIFICATION: ("accuracy", *_CLASS_METRICS),
+    MULTILABEL: (*_CLASS_METRICS, "accuracy"),
     REGRESSION: ("mae", "rmse"),
     LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc", "roc_auc", "average_precision"),
 }
@@ -55,7 +56,7 @@ EXPORT_INDEX = "_index.json"
 NO_ENCODER = "none"
 """Stands for a model that scores trainable rows directly."""
 DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
-_METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in known))
+_METRICS = tuple(dict.fromkeys(chain(*METRICS_OF.values())))
 
 
 def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -68,8 +69,10 @@ def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
                 f"metric {name} is not one of {task}{suggest_name(name, allowed)}. Choose some of "
                 f"{', '.join(allowed)}, or another --task."
             )
-
-    return metrics or allowed[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
+    if metrics:
+        return metrics
+    num_defaults = {CLASSIFICATION: 1, LINK: 5}.get(task, 2)
+    return allowed[:num_defaults]
 
 
 _MODELS = (
@@ -94,20 +97,25 @@ _EVERY = re.compile(r"([0-9]{1,12})( ?steps?)?")
 
 def count_steps_between(every: Every, steps_of_epoch: int) -> int:
     """Return the steps between checkpoints, 0 for none. Raise ValueError for an invalid ``every``."""
-    match = None if isinstance(every, bool) else _EVERY.fullmatch(str(every))
+    match = _EVERY.fullmatch(str(every))
     if match is None:
         raise ValueError(f"{every!r} is not a number of epochs or steps")
-    return int(match[1]) * (1 if match[2] else steps_of_epoch)
+    count = int(match[1])
+    has_unit = match[2] is not None
+    return count if has_unit else count * steps_of_epoch
 
 
-def _make_every_check(least: int) -> Check:
-    def holds(every: Any) -> bool:
+def _make_every_check(min_epochs: int) -> Check:
+    def is_allowed(every: Any) -> bool:
+        # A number of steps has to be positive, even where 0 epochs are allowed.
+        minimum = max(1, min_epochs) if isinstance(every, str) else min_epochs
         try:
-            return count_steps_between(every, 1) >= max(least, isinstance(every, str))
+            return count_steps_between(every, 1) >= minimum
         except ValueError:
             return False
 
-    return Check(holds, f"a number of epochs, at least {least}, or a number of steps, like 200steps")
+    allowed = f"a number of epochs, at least {min_epochs}, or a number of steps, like 200steps"
+    return Check(is_allowed, allowed)
 
 
 EVERY = _make_every_check(1)
@@ -220,20 +228,23 @@ class RunOptions:
 
 def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> float:
     """Return the factor of the learning rate in a step. Steps are counted from the start of the run."""
-    rising = config.warmup * steps_of_epoch
-    steps = config.epochs * steps_of_epoch
-    if step < rising:
-        return (step + 1) / rising
-    share = (step - rising) / max(1, steps - rising)
+    num_warmup_steps = config.warmup * steps_of_epoch
+    num_steps = config.epochs * steps_of_epoch
+    if step < num_warmup_steps:
+        # The factor of the first step is above 0, and the factor of the last warmup step is 1.
+        return (step + 1) / num_warmup_steps
     if config.schedule == "cosine":
+        share = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
         return 0.5 * (1 + math.cos(math.pi * share))
-    if config.schedule == "step":
-        return 0.01 if 4 * step >= 3 * steps else 0.1 if 2 * step >= steps else 1.0
+    if config.schedule == "step" and 4 * step >= 3 * num_steps:
+        return 0.01
+    if config.schedule == "step" and 2 * step >= num_steps:
+        return 0.1
     return 1.0
 
 
 def check_run(config: RunOptions) -> None:
-    """Raise ConfigError unless the options agree."""
+    """Raise ConfigError if two options of a run contradict each other, or TensorBoard is not installed."""
     if isinstance(config.metric, str):
         raise ConfigError(f"metric is the string {config.metric!r}, not a tuple: ({config.metric!r},)")
     if config.patience is not None and config.eval_every == 0:
@@ -306,26 +317,32 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        missing = [name for name in LAYER_OPTIONS if not has_option(self.model, name)]
-        if {self.between[name] for name in missing} - {"none", False}:
+        missing_names = [name for name in LAYER_OPTIONS if not has_option(self.model, name)]
+        if any(self.between[name] not in ("none", False) for name in missing_names):
             raise ConfigError(
-                f"--model {self.model} has no --{' and --'.join(missing)}. {list_kinds('jk')} have --norm, "
-                "--residual and --jk, and rgcn has --norm and --residual."
+                f"--model {self.model} has no --{' and --'.join(missing_names)}. {list_kinds('jk')} have "
+                "--norm, --residual and --jk, and rgcn has --norm and --residual."
             )
-
-        is_wrong = has_option(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
-        heads = ("heads", is_wrong, f"a divisor of --hidden {self.hidden}")
-        has_no_use = not has_option(self.model, "teleport") and self.teleport != type(self).teleport
-        teleport = ("teleport", has_no_use, f"left out with --model {self.model}: only appnp has it")
-        least = 3 if self.model == "rgcn" else 2  # the last layer of rgcn has no residual connection either
-        residual = ("residual", self.residual and self.layers < least, f"with --layers {least} or more")
-        check_values(self, [heads, teleport, residual])
-
+        check_values(self, self._model_checks())
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
                 f"--layers is {self.layers}. Use one fan-out per layer, input-most first."
             )
+
+    def _model_checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield (option, whether its value is wrong, allowed values) of options that the model restricts."""
+        if has_option(self.model, "heads"):
+            is_divisor = self.heads >= 1 and self.hidden % self.heads == 0
+            yield "heads", not is_divisor, f"a divisor of --hidden {self.hidden}"
+        if not has_option(self.model, "teleport"):
+            remedy = f"left out with --model {self.model}: only appnp has it"
+            yield "teleport", self.teleport != type(self).teleport, remedy
+
+        # The first layer has no residual connection. The last layer of rgcn has none either.
+        min_layers = 3 if self.model == "rgcn" else 2
+        is_shallow = self.layers < min_layers
+        yield "residual", self.residual and is_shallow, f"with --layers {min_layers} or more"
 
     @property
     def between(self) -> dict[str, Any]:
@@ -505,6 +522,7 @@ class TrainConfig(RunOptions, ModelConfig):
         else:
             check_kind(self.model, (*KINDS, NO_ENCODER))
 
+        # The metrics of ``auto`` are checked once the labels are read.
         if self.task != AUTO_TASK:
             list_metrics(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -512,106 +530,119 @@ class TrainConfig(RunOptions, ModelConfig):
                 raise ConfigError(f"--option {name} is not an option of a strategy. See `dglx train --help`.")
         super().__post_init__()
         check_run(self)
-        check_values(self, (*self._checks(), *self._link_checks()))
+        check_values(self, (*self._checks(), *self._export_checks(), *self._link_checks()))
         if not self.out:
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
 
     def _read_model_file(self, model_file: str) -> None:
+        """Set ``model`` to the file and the class, and ``model_sha256``. ConfigError if they are invalid."""
         path, _, name = model_file.rpartition(":")
-        shown = f"{Path(path).name}:{name}"
+        model = f"{Path(path).name}:{name}"
         if not path or not name.isidentifier():
             raise ConfigError(f"--model-file {model_file} must be FILE.py:NAME, like my_model.py:Model")
-        if self.model not in ("sage", shown):
+        # A copy of this record has the file as its model already.
+        if self.model not in ("sage", model):
             raise ConfigError(f"--model-file {model_file} replaces --model {self.model}. Use one of the two.")
-
         try:
             digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError as error:
             raise ConfigError(f"--model-file {path} cannot be read: {error.strerror}") from None
-
-        object.__setattr__(self, "model", shown)
-        # It is set once, because copies of the record belong to the same run.
-        object.__setattr__(self, "model_sha256", self.model_sha256 or digest)
+        object.__setattr__(self, "model", model)
+        # Copies of the record belong to one run, so they keep the checksum of the first record.
+        if not self.model_sha256:
+            object.__setattr__(self, "model_sha256", digest)
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
         """Yield (option, whether its value is wrong, allowed values) of options that depend on each other."""
-        has_no_use = self.recompute != "none" and not has_option(self.model, "recompute")
+        recomputes = self.recompute != "none"
         remedy = f"left out with --model {self.model}: only resgcn recomputes layers"
-        yield "recompute", has_no_use, remedy
+        yield "recompute", recomputes and not has_option(self.model, "recompute"), remedy
+
+        is_auto = self.strategy == AUTO
         remedy = "left out with --strategy auto, which chooses caches itself (--option caches=false: none)"
-        yield "cache", self.cache is not None and self.strategy == AUTO, remedy
+        yield "cache", self.cache is not None and is_auto, remedy
+
         has_momentum = self.optimizer in ("sgd", "rmsprop")
         remedy = f"left out with --optimizer {self.optimizer}: only sgd and rmsprop have it"
         yield "momentum", self.momentum > 0 and not has_momentum, remedy
-        no_use = {
-            f"--model {self.model}": self.model_file is None and not has_option(self.model, WEIGHTED),
-            f"--task {self.task}": self.task == LINK,
-            f"--strategy {self.strategy}": self.strategy == AUTO,
-        }
-        for setting, is_wrong in no_use.items():
-            remedy = f"left out with {setting}, which does not read it"
-            yield "edge-weight", self.edge_weight is not None and is_wrong, remedy
-        is_shallow = self.layers < 2 and self.task != LINK
-        remedy = "left out with --layers 1, whose only layer gives the scores"
-        yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
+
+        if self.edge_weight is not None:
+            ignores_weight = self.model_file is None and not has_option(self.model, WEIGHTED)
+            remedy = "left out with {}, which does not read it"
+            yield "edge-weight", ignores_weight, remedy.format(f"--model {self.model}")
+            yield "edge-weight", self.task == LINK, remedy.format(f"--task {self.task}")
+            yield "edge-weight", is_auto, remedy.format(f"--strategy {self.strategy}")
+
+        for name in self.metric:
+            remedy = f"some of {', '.join(_METRICS)}{suggest_name(name, _METRICS)}"
+            yield "metric", name not in _METRICS, remedy
+
+        has_repeated_seed = len(set(self.seeds)) < len(self.seeds)
+        is_wrong = has_repeated_seed or min(self.seeds, default=0) < 0
+        yield "seeds", is_wrong, "different numbers of at least 0"
+        if self.seeds:
+            yield "seed", self.seed != 0, "left out with --seeds"
+            yield "trace", bool(self.trace), "left out with --seeds: each run would replace it"
+
+    def _export_checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield the checks of :meth:`_checks` of options for predictions and embeddings."""
+        if self.save_embeddings is not None:
+            is_shallow = self.layers < 2 and self.task != LINK
+            remedy = "left out with --layers 1, whose only layer gives the scores"
+            yield "save-embeddings", is_shallow, remedy
         yield "scores", self.scores and not self.predictions, "combined with --predictions DIR"
         folders = [Path(path).absolute() for path in (self.predictions, self.save_embeddings) if path]
-        is_within = any(a.is_relative_to(b) for a, b in permutations(folders, 2))
-        yield "save-embeddings", is_within, "another folder than --predictions, and neither in the other"
-        exports = [folder for folder in folders if self.seeds and (folder / EXPORT_INDEX).is_file()]
-        old = exports[0] if exports else None
-        yield "seeds", bool(exports), f"left out, or {old} removed: its files would stay beside seed-N"
-        unknown = next((name for name in self.metric if name not in _METRICS), "")
-        yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{suggest_name(unknown, _METRICS)}"
-        is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)
-        yield "seeds", is_wrong, "different numbers of at least 0"
-        yield "seed", bool(self.seed and self.seeds), "left out with --seeds"
-        yield "trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"
+        is_nested = any(inner.is_relative_to(outer) for inner, outer in permutations(folders, 2))
+        yield "save-embeddings", is_nested, "another folder than --predictions, and neither in the other"
+
+        # Files of an earlier run with a single seed would look like part of this run.
+        for folder in folders if self.seeds else ():
+            is_used = (folder / EXPORT_INDEX).is_file()
+            yield "seeds", is_used, f"left out, or {folder} removed: its files would stay beside seed-N"
 
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
         """Yield the checks of :meth:`_checks` of options for links. Raise ConfigError for strategy auto."""
-        auto = self.strategy == AUTO
+        is_auto = self.strategy == AUTO
         if self.task != LINK:
-            yield "embeddings", self.embeddings is not None and auto, "left out with --strategy auto"
-            defaults = {field.name: field.default for field in fields(self)}
+            yield "embeddings", self.embeddings is not None and is_auto, "left out with --strategy auto"
             for name in ("target", "decoder", "negatives", "loss", "time", "split_time"):
-                is_set = getattr(self, name) != defaults[name]
+                is_set = getattr(self, name) != getattr(type(self), name)
                 yield name.replace("_", "-"), is_set, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another model without --task link: it has no layers"
             return
 
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
-        if auto:
+        if is_auto:
             raise ConfigError(
                 "--task link needs a named strategy like data_parallel, because auto tries batches of nodes"
             )
 
         yield from self._time_checks()
-        width = "embeddings" if self.model == NO_ENCODER else "hidden"
-        is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
-        yield width, is_odd, f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
-        has_no_rows = self.model == NO_ENCODER and self.embeddings is None
-        yield (
-            "model",
-            has_no_rows,
-            "combined with --embeddings, the width of the rows that it scores, like 64",
-        )
+        if self.decoder in ("complex", "rotate"):
+            width_option = "embeddings" if self.model == NO_ENCODER else "hidden"
+            width = getattr(self, width_option)
+            remedy = f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
+            yield width_option, width is not None and width % 2 == 1, remedy
+        if self.model == NO_ENCODER:
+            remedy = "combined with --embeddings, the width of the rows that it scores, like 64"
+            yield "model", self.embeddings is None, remedy
 
     def _time_checks(self) -> Iterator[tuple[str, bool, str]]:
         """Yield the checks of :meth:`_checks` of links over time."""
-        split_time = self.split_time or ()
+        if self.split_time is not None:
+            # A comparison with NaN is false, so NaN is rejected, too.
+            is_rising = len(self.split_time) == 2 and self.split_time[0] < self.split_time[1]
+            is_wrong = self.time is None or not is_rising
+            yield "split-time", is_wrong, "two rising times, combined with --time COLUMN"
+        if self.time is None:
+            return
         remedy = "combined with --split-time T1,T2, the ends of training and validation edges"
-        yield "time", self.time is not None and self.split_time is None, remedy
-        remedy = "two rising times, combined with --time COLUMN"
-        # A comparison with NaN is false, so it is negated.
-        is_wrong = len(split_time) != 2 or not split_time[0] < split_time[1] or self.time is None
-        yield "split-time", self.split_time is not None and is_wrong, remedy
-        for name in ("predictions", "save_embeddings") if self.time is not None else ():
-            remedy = "left out with --time, because rows of a node differ from time to time"
-            yield name.replace("_", "-"), getattr(self, name) is not None, remedy
-        has_no_blocks = self.time is not None and self.model == NO_ENCODER
-        yield "model", has_no_blocks, "another model with --time: none reads no edges"
+        yield "time", self.split_time is None, remedy
+        remedy = "left out with --time, because rows of a node differ from time to time"
+        yield "predictions", self.predictions is not None, remedy
+        yield "save-embeddings", self.save_embeddings is not None, remedy
+        yield "model", self.model == NO_ENCODER, "another model with --time: none reads no edges"
 
 
 _NOT_TRAINED = (
@@ -619,22 +650,22 @@ _NOT_TRAINED = (
     *("checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
-    *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),
-    "optimizer",
+    *("verify", "out", "predictions", "scores", "save_embeddings", "model_file", "optimizer"),
 )
 """Fields of TrainConfig that do not change the trained model. A resumed run may have other values.
 
-The kind and the settings of the optimizer are compared separately, as they are in its groups. The dataset is
+The saved groups of the optimizer have its kind and its settings, so these are compared there. The dataset is
 compared by its content. Another number of ranks can resume too, but not with the same bits.
 """
 
 
 def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
     """Return the JSON values that must be equal in a resumed run. ``dataset`` is a checksum."""
-    shared = {
-        field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _NOT_TRAINED
-    }
-    return {"dataset": dataset, **shared}
+    configuration: dict[str, object] = {"dataset": dataset}
+    for field in fields(plan):
+        if field.name not in _NOT_TRAINED:
+            configuration[field.name] = getattr(plan, field.name)
+    return configuration
 
 
 def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
@@ -648,5 +679,4 @@ def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
             f"--ranks {ranks} cannot be divided among --servers {servers}. "
             "Make the ranks a multiple of the servers."
         )
-
     return ranks // servers

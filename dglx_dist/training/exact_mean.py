@@ -32,7 +32,7 @@ _NUMBER_LOSSES = (
 )
 _MAX_MEANS = 8
 """Maximum number of means in one loss."""
-NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _: deque(maxlen=_MAX_MEANS))
+NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _session: deque(maxlen=_MAX_MEANS))
 """Numbers of terms of all ranks in the latest means."""
 _Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,12 +58,12 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
             loader went through the wrapped model, or if a value of some rank is wrong.
     """
     session = current_session()
-    message = _check_number("count", count, limit=0.0)
+    problem = _check_number("count", count, minimum=0.0)
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
-        message = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
+        problem = f"total={_format_value(total)} must be the sum of this rank's losses, a tensor of shape ()"
     if reduction not in ("mean", "sum"):
-        message = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
-    sums = _sum_terms(total if message else float(total.detach()), count, message, session)
+        problem = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
+    sums = _sum_terms(total if problem else float(total.detach()), count, problem, session)
     return _divide_sums(total, sums, session, reduction)
 
 
@@ -80,35 +80,48 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     Raises:
         ConfigError: on all ranks, if a value of some rank is not a number or its count is below 0.
     """
-    message = _check_number("count", count, limit=0.0) or (_check_number("value", value) if count else "")
-    total = float(value) * float(count) if not message and count else 0.0
-    total, count = _sum_terms(total, count, message, current_session()).tolist()
-    return total / count if count else math.nan
+    problem = _check_number("count", count, minimum=0.0)
+    total = 0.0
+    if not problem and count:
+        problem = _check_number("value", value)
+        if not problem:
+            total = float(value) * float(count)
+    global_total, global_count = _sum_terms(total, count, problem, current_session()).tolist()
+    return global_total / global_count if global_count else math.nan
 
 
-def _sum_terms(total: Any, count: Any, message: str, session: Session) -> Tensor:
-    """Return the (2,) float64 sums over all ranks. Raise ConfigError on all if one has a ``message``."""
+def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
+    """Return the (2,) float64 sums of ``total`` and ``count`` over all ranks. Every rank must call this.
+
+    Raises ConfigError on all ranks if one of them has a ``problem``. An empty text means that it has none.
+    """
     # NaN tells the other ranks that this rank has a wrong value.
-    values = [math.nan] * 2 if message else [float(total), float(count)]
+    values = [math.nan, math.nan] if problem else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
     if sums[1].isnan():
-        raise ConfigError(message or "another rank has a wrong value for this mean. See its error.")
+        raise ConfigError(problem or "another rank has a wrong value for this mean. See its error.")
     return sums
 
 
-def _check_number(name: str, value: Any, limit: float | None = None) -> str:
-    """Return an error message if ``value`` is not one number, or not finite and at least ``limit``."""
+def _check_number(name: str, value: Any, minimum: float | None = None) -> str:
+    """Return an error message if ``value`` is not one number, or with ``minimum``, infinite or below it.
+
+    Return an empty text for a correct value.
+    """
+    allowed = "one number" if minimum is None else "one number, finite and at least 0"
+    problem = f"{name}={_format_value(value)} must be {allowed}"
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, RuntimeError):
-        number = None
-    if number is not None and (limit is None or limit <= number < math.inf):
-        return ""
-    return f"{name}={_show(value)} must be one number" + ("" if limit is None else ", finite and at least 0")
+        return problem
+    if number is None or (minimum is not None and not minimum <= number < math.inf):
+        return problem
+    return ""
 
 
-def _show(value: Any) -> str:
-    is_array = isinstance(value, Tensor) and value.dim()
+def _format_value(value: Any) -> str:
+    """Return ``value`` for a message. Values of tensors with several elements are left out."""
+    is_array = isinstance(value, Tensor) and value.dim() > 0
     return f"<{tuple(value.shape)} tensor>" if is_array else repr(value)
 
 
@@ -121,10 +134,11 @@ def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduc
 
     # A rank without seeds has the weight 0 and no terms, so its gradient is 0.
     factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
-    scaled = total * factor
+    mean = loss_sum / num_terms if num_terms else 0.0
 
-    # The value is the mean over all ranks, while the gradient is that of this rank's terms.
-    return scaled + ((loss_sum / num_terms if num_terms else 0.0) - scaled.detach())
+    # The value of the result is the mean over all ranks. Its gradient is the gradient of this rank's terms.
+    scaled = total * factor
+    return scaled + (mean - scaled.detach())
 
 
 def _complete_arguments(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
@@ -146,7 +160,8 @@ class _Means(TorchFunctionMode):
 
     def __init__(self, replace: _Replace, num_seeds: int = 0) -> None:
         super().__init__()
-        self._replace, self._num_seeds = replace, num_seeds
+        self._replace = replace
+        self._num_seeds = num_seeds
         self.has_weighted_means = False
         """Whether a mean has weights, or another number of terms than ``num_seeds``."""
 
@@ -163,21 +178,26 @@ class _Means(TorchFunctionMode):
         is_legacy = options.get("size_average") is not None or options.get("reduce") is not None
         if options["reduction"] != "mean" or is_legacy:
             return func(**options)
+
         terms = func(**{**options, "reduction": "none"})
+        # A scalar is not a mean over targets. It may be a penalty.
         if terms.dim() == 0:
-            return func(**options)  # A scalar is not a mean over targets. It may be a penalty.
+            return func(**options)
+
         target = options["target"]
         weight = options.get("weight")
-        known_terms = terms
+        num_terms = terms.numel()
         if func in _CLASS_LOSSES and not target.is_floating_point():
-            known_terms = target[target != options["ignore_index"]]
-            weight = None if weight is None else weight[known_terms]
+            known_targets = target[target != options["ignore_index"]]
+            num_terms = known_targets.numel()
+            weight = None if weight is None else weight[known_targets]
         elif func not in (F.mse_loss, F.l1_loss):
-            weight = None  # Torch divides such losses by the number of terms, even with weights.
+            # Torch divides such losses by the number of terms, even with weights.
+            weight = None
 
-        has_one_term_per_seed = known_terms.numel() == terms.numel() and len(terms) == self._num_seeds
+        has_one_term_per_seed = num_terms == terms.numel() and len(terms) == self._num_seeds
         self.has_weighted_means |= weight is not None or not has_one_term_per_seed
-        count = torch.tensor(float(known_terms.numel())) if weight is None else weight.sum()
+        count = torch.tensor(float(num_terms)) if weight is None else weight.sum()
         return self._replace(terms.sum(), count)
 
 
@@ -193,7 +213,8 @@ class ExactMean:
     """
 
     def __init__(self, loss: LossFunction, session: Session, *, has_gaps: bool) -> None:
-        self._loss, self._session = loss, session
+        self._loss = loss
+        self._session = session
         self._combines_ranks: bool | None = True if has_gaps else None
         """Whether means are combined over the ranks. None: the first step decides."""
 
@@ -205,6 +226,8 @@ class ExactMean:
         """
         if self._combines_ranks is False:
             return self._loss(scores, labels)
+
+        # Each entry is the sum of a mean's terms, and their number.
         sums: list[list[float]] = []
 
         def record_mean(total: Tensor, count: Tensor) -> Tensor:
@@ -216,40 +239,52 @@ class ExactMean:
             self._loss(scores.detach(), labels)
         if len(sums) > _MAX_MEANS:
             raise ConfigError(f"the loss computes {len(sums)} means, but at most {_MAX_MEANS} are supported")
+
         if self._combines_ranks is None:
-            weighted = gather_int64([means.has_weighted_means], self._session)
-            self._combines_ranks = bool(weighted.any())
-            if not self._combines_ranks:
-                return self._loss(scores, labels)
+            is_weighted = gather_int64([means.has_weighted_means], self._session)
+            self._combines_ranks = bool(is_weighted.any())
+        if not self._combines_ranks:
+            return self._loss(scores, labels)
 
         # Some ranks may compute fewer means, but the tensors must have the same size on all ranks.
-        local_sums = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
-        # Without means, the tensor of ``sums`` has the shape (0,), not (0, 2).
-        local_sums[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
-        global_sums = iter(sum_over_ranks(local_sums, self._session, phase=PHASE))
+        padded_sums = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
+        for index, (total, count) in enumerate(sums):
+            padded_sums[index, 0] = total
+            padded_sums[index, 1] = count
+        global_sums = iter(sum_over_ranks(padded_sums, self._session, phase=PHASE))
 
-        # The second pass computes the means in the same order and replaces each by the mean over all ranks.
-        with _Means(lambda total, _: _divide_sums(total, next(global_sums), self._session)):
+        # The second pass computes the means in the order of the first one.
+        def replace_mean(total: Tensor, _count: Tensor) -> Tensor:
+            return _divide_sums(total, next(global_sums), self._session)
+
+        with _Means(replace_mean):
             return self._loss(scores, labels)
 
 
 def make_exact(
     loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
 ) -> LossFunction | None:
-    """Return ``loss`` with exact means, or the task's loss if all labels count. All ranks call this.
+    """Return ``loss`` with exact means over the labelled nodes of all ranks. All ranks call this.
 
-    The task's own cross-entropy leaves out nodes with a label below 0, like :func:`evaluate`.
+    The loss is returned unchanged if it is None or the nodes have no such label. The same holds for the
+    task's own loss of the dataset's labels. The task's own cross-entropy leaves out nodes with a label below
+    0, like :func:`evaluate`.
     """
     data = g.nodes[ntype].data
     if loss is None or label not in data or (label == LABEL and not is_own):
         return loss
 
     def count_gaps() -> int:
-        pieces = (data[label][rows] for rows in split_owned_rows(g, ntype))
-        return sum(int((rows.isnan() if rows.is_floating_point() else rows < 0).sum()) for rows in pieces)
+        num_gaps = 0
+        for rows in split_owned_rows(g, ntype):
+            labels = data[label][rows]
+            is_gap = labels.isnan() if labels.is_floating_point() else labels < 0
+            num_gaps += int(is_gap.sum())
+        return num_gaps
 
-    # A node without a target may be among the seeds of later steps.
-    has_gaps = bool(gather_int64([run_on_all_ranks(g.session, count_gaps)], g.session).any())
+    # All nodes are checked, because one without a label may be among the seeds of a later step.
+    num_gaps = run_on_all_ranks(g.session, count_gaps)
+    has_gaps = bool(gather_int64([num_gaps], g.session).any())
     if has_gaps and not is_own and loss is F.cross_entropy:
         loss = _classify_known
     return ExactMean(loss, g.session, has_gaps=has_gaps)

@@ -88,13 +88,13 @@ def write_embeddings(
         for column in (name, *(more or ())):
             if not isinstance(column, str) or column in ("", ID) or not column.isprintable():
                 raise ConfigError(f"name={column!r} must be printable text other than {ID!r}")
-        tables = {folder: {name: tensor} for folder, tensor in _find_tables(rows, g).items()}
+        tables = {subfolder: {name: tensor} for subfolder, tensor in _find_tables(rows, g).items()}
         for column, values in (more or {}).items():
             tables[""][column] = _find_tables(values, g)[""]
         g.kvstore.fence()
         return tables
 
-    # This is also a barrier: afterwards the rows of every rank are complete.
+    # The call is also a barrier: afterwards the rows of every rank are complete.
     tables = run_on_all_ranks(g.session, read_tables, ConfigError)
     _write_folder(g.session, folder, overwrite, lambda partial: _write_share(tables, g, partial, classes))
     return Path(folder)
@@ -112,37 +112,47 @@ def write_edges(
 
     def write_share(partial: Path) -> list[dict[str, Any]]:
         # All ids are read once, because each call reads the texts from the files of all parts.
-        ntypes = dict.fromkeys(chain.from_iterable(edges))
-        ids = {ntype: pa.array(g.user_ids(np.arange(g.num_nodes(ntype)), ntype)) for ntype in ntypes}
-        names = pa.array([etype[1] for etype in g.canonical_etypes], pa.string())
+        ids = {}
+        for ntype in dict.fromkeys(chain.from_iterable(edges)):
+            ids[ntype] = pa.array(g.user_ids(np.arange(g.num_nodes(ntype)), ntype))
+        relations = pa.array([etype[1] for etype in g.canonical_etypes], pa.string())
+
         files = []
         for (source, destination), columns in edges.items():
-            subfolder = f"{safe_name(source)}.{safe_name(destination)}" if len(edges) > 1 else ""
-            path = Path(subfolder) / f"part-{g.session.topology.rank:05d}.parquet"
-            u, v = ids[source], ids[destination]
-            table = _edge_table(columns, {"source": u, "relation": names, "destination": v, "best": v})
-            table = table if scores else table.drop(["best_scores"])
+            path = Path(f"part-{g.session.topology.rank:05d}.parquet")
+            if len(edges) > 1:
+                path = Path(f"{safe_name(source)}.{safe_name(destination)}") / path
+            texts = {"source": ids[source], "relation": relations, "destination": ids[destination]}
+            table = _make_edge_table(columns, {**texts, "best": ids[destination]})
+            if not scores:
+                table = table.drop(["best_scores"])
             with name_write_failures(partial):
                 _write_file(partial / path, table.schema, table.to_batches(_EDGES_PER_GROUP))
             entry = {"source": source, "destination": destination}
             files.append({**entry, "path": path.as_posix(), "num_rows": len(table)})
-
         return files
 
     _write_folder(g.session, folder, overwrite, write_share)
 
 
-def _edge_table(columns: Mapping[str, Tensor], ids: Mapping[str, pa.Array]) -> pa.Table:
-    is_candidate = columns["best_scores"] > -math.inf
-    arrays = {}
-    offsets = np.concatenate([[0], is_candidate.sum(1).cumsum(0).numpy()]).astype(np.int32)
-    for name in filter(columns.__contains__, _COLUMNS):
-        values = columns[name]
-        is_list = values.dim() == 2
-        array = pa.array((values[is_candidate] if is_list else values).numpy())
-        array = ids[name].take(array) if name in ids else array
-        arrays[name] = pa.ListArray.from_arrays(offsets, array) if is_list else array
+def _make_edge_table(columns: Mapping[str, Tensor], texts: Mapping[str, pa.Array]) -> pa.Table:
+    """Return the columns as a table. Numbers in a column of ``texts`` are replaced by its entries.
 
+    A matrix becomes a column of lists, without the missing destinations at the end of each row.
+    """
+    is_candidate = columns["best_scores"] > -math.inf
+    list_ends = is_candidate.sum(1).cumsum(0).numpy()
+    offsets = np.concatenate([[0], list_ends]).astype(np.int32)
+    arrays = {}
+    for name in _COLUMNS:
+        if name not in columns:
+            continue
+        values = columns[name]
+        is_matrix = values.dim() == 2
+        array = pa.array((values[is_candidate] if is_matrix else values).numpy())
+        if name in texts:
+            array = texts[name].take(array)
+        arrays[name] = pa.ListArray.from_arrays(offsets, array) if is_matrix else array
     return pa.table(arrays)
 
 
@@ -150,18 +160,20 @@ def _write_folder(
     session: Session, folder: str | Path, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
     """Replace ``folder`` by the files of all ranks. ``write_share`` returns this rank's index entries."""
-    is_first = session.topology.rank == 0
+    is_rank_0 = session.topology.rank == 0
 
     def find_target() -> Path:
         target = Path(folder).absolute()
-        if is_first:
+        if is_rank_0:
             check_target(target, overwrite)
         return target
 
     target = run_on_all_ranks(session, find_target)
     with open_partial_folder(session, target) as partial:
-        files = gather_json(run_on_all_ranks(session, lambda: write_share(partial)), session)
-        run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
+        entries = gather_json(run_on_all_ranks(session, lambda: write_share(partial)), session)
+        run_on_all_ranks(
+            session, lambda: _publish(partial, target, entries, overwrite) if is_rank_0 else None
+        )
 
 
 def _write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
@@ -174,50 +186,58 @@ def _write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 
 def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> None:
     """Write ``_relations.parquet`` with a decoder's parameters per edge type, if any. All ranks call it."""
-    columns = {name: pa.array(list(rows.detach().cpu().numpy())) for name, rows in decoder.named_parameters()}
 
     def write() -> None:
+        parameters = dict(decoder.named_parameters())
+        if not parameters or g.session.topology.rank > 0:
+            return
+        columns: dict[str, Any] = {"etype": [":".join(etype) for etype in g.canonical_etypes]}
+        for name, rows in parameters.items():
+            columns[name] = pa.array(list(rows.detach().cpu().numpy()))
         target = Path(folder).absolute() / RELATIONS
-        names = [":".join(etype) for etype in g.canonical_etypes]
         with name_write_failures(target), replace_atomically(target) as partial:
-            pq.write_table(pa.table({"etype": names, **columns}), partial)
+            pq.write_table(pa.table(columns), partial)
 
-    run_on_all_ranks(g.session, write if columns and g.session.topology.rank == 0 else lambda: None)
+    run_on_all_ranks(g.session, write)
 
 
 def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
-    """Return the rows to write by subfolder, which is "" for a single tensor.
+    """Return the rows to write by subfolder. The subfolder of a single tensor is "".
 
-    Raises ConfigError unless all are rows of the nodes of this graph.
+    Raises ConfigError if a value does not have a row for each node of its type.
     """
-    is_mapping = isinstance(rows, Mapping)
-    if is_mapping and not rows:
+    if not isinstance(rows, Mapping):
+        _find_node_type("rows", rows, g)
+        return {"": rows}
+    if not rows:
         raise ConfigError("there are no rows to write. Pass a DistTensor or a mapping from node type to one.")
-    tensors: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]  # dict() takes a mapping here
     tables = {}
-    for ntype, tensor in tensors.items():
-        label = "rows" if ntype is None else f"rows[{ntype!r}]"
-        if not isinstance(tensor, DistTensor):
-            raise ConfigError(
-                f"{label} is a {type(tensor).__name__}. Pass a DistTensor over all nodes, like the result of "
-                "layerwise_inference() or the weight of a DistEmbedding."
-            )
-
-        policy = tensor.part_policy
-        owner = str(policy.type_name)
-        if policy.kind != "node" or owner not in g.ntypes or len(tensor) != g.num_nodes(owner):
-            raise ConfigError(
-                f"{label} is partitioned as {policy.policy_str} and has {len(tensor)} rows, but it must have "
-                f"the nodes of this graph ({', '.join(g.ntypes)})"
-            )
-
-        if ntype not in (None, owner):
-            raise ConfigError(f"{label} has the nodes of type {owner!r}. Use that key.")
-        if math.prod(tensor.shape[1:]) == 0:
-            raise ConfigError(f"{label} has shape {tuple(tensor.shape)}, but a row needs at least one value")
-        tables[safe_name(owner) if is_mapping else ""] = tensor
-
+    for key, tensor in rows.items():
+        label = f"rows[{key!r}]"
+        ntype = _find_node_type(label, tensor, g)
+        if key != ntype:
+            raise ConfigError(f"{label} has the nodes of type {ntype!r}. Use that key.")
+        tables[safe_name(ntype)] = tensor
     return tables
+
+
+def _find_node_type(label: str, tensor: Any, g: DistGraph) -> str:
+    """Return the type of the nodes that ``tensor`` has rows of. ConfigError if it has other rows."""
+    if not isinstance(tensor, DistTensor):
+        raise ConfigError(
+            f"{label} is a {type(tensor).__name__}. Pass a DistTensor over all nodes, like the result of "
+            "layerwise_inference() or the weight of a DistEmbedding."
+        )
+    policy = tensor.part_policy
+    ntype = str(policy.type_name)
+    if policy.kind != "node" or ntype not in g.ntypes or len(tensor) != g.num_nodes(ntype):
+        raise ConfigError(
+            f"{label} is partitioned as {policy.policy_str} and has {len(tensor)} rows, but it must have "
+            f"the nodes of this graph ({', '.join(g.ntypes)})"
+        )
+    if math.prod(tensor.shape[1:]) == 0:
+        raise ConfigError(f"{label} has shape {tuple(tensor.shape)}, but a row needs at least one value")
+    return ntype
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -234,56 +254,61 @@ def _write_share(
     tables: Mapping[str, Mapping[str, DistTensor]], g: DistGraph, partial: Path, classes: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Write the rows that this rank owns as one Parquet file for each table. Return its index entries."""
-    rank = g.session.topology.rank
     files = []
     for subfolder, columns in tables.items():
-        rows = next(iter(columns.values()))
-        ntype = str(rows.part_policy.type_name)
-        first, last = rows.part_policy.owned_range
-        path = Path(subfolder) / f"part-{rank:05d}.parquet"
-        is_text = g.dataset.manifest.user_ids.get(ntype) == "string"
-        types = {
-            ID: pa.string() if is_text else pa.int64(),
-            **{name: _find_row_type(column) for name, column in columns.items()},
-        }
-        schema = pa.schema([*types.items(), *([(CLASS, pa.string())] if classes else [])])
-        widths = [math.prod(column.shape[1:]) * max(column.dtype.itemsize, 4) for column in columns.values()]
-        row_bytes = 8 + sum(widths)
-        step = max(ROW_GROUP_BYTES // row_bytes, 1)
-        pieces = (np.arange(start, min(start + step, last)) for start in range(first, last, step))
-        with name_write_failures(partial):
-            batches = (_make_batch(g, schema, columns, ids, classes) for ids in pieces)
-            _write_file(partial / path, schema, batches)
-        files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
+        policy = next(iter(columns.values())).part_policy
+        ntype = str(policy.type_name)
+        first, last = policy.owned_range
+        path = Path(subfolder) / f"part-{g.session.topology.rank:05d}.parquet"
 
+        is_text = g.dataset.manifest.user_ids.get(ntype) == "string"
+        fields = [(ID, pa.string() if is_text else pa.int64())]
+        row_bytes = 8  # of the id
+        for name, column in columns.items():
+            fields.append((name, _find_row_type(column)))
+            # Rows are converted to float32 at least while they are written.
+            row_bytes += math.prod(column.shape[1:]) * max(column.dtype.itemsize, 4)
+        if classes:
+            fields.append((CLASS, pa.string()))
+        schema = pa.schema(fields)
+
+        with name_write_failures(partial):
+            _write_file(partial / path, schema, _read_batches(g, schema, columns, row_bytes, classes))
+        files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
     return files
 
 
-def _make_batch(
-    g: DistGraph, schema: pa.Schema, columns: Mapping[str, DistTensor], ids: Array, classes: Sequence[str]
-) -> pa.RecordBatch:
-    rows = next(iter(columns.values()))
-    values = [_read_user_ids(g, str(rows.part_policy.type_name), ids, schema.field(ID).type)]
-    for name, column in columns.items():
-        values.append(_to_arrow(column[torch.from_numpy(ids)], schema.field(name).type))
-    if classes:
-        values.append(pa.array(classes, pa.string()).take(values[1]))
-    return pa.RecordBatch.from_arrays(values, schema=schema)
+def _read_batches(
+    g: DistGraph, schema: pa.Schema, columns: Mapping[str, DistTensor], row_bytes: int, classes: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows that this rank owns in the columns of ``schema``, with the user's ids first."""
+    policy = next(iter(columns.values())).part_policy
+    first, last = policy.owned_range
+    num_rows = max(ROW_GROUP_BYTES // row_bytes, 1)
+    for start in range(first, last, num_rows):
+        ids = np.arange(start, min(start + num_rows, last))
+        arrays = [_read_user_ids(g, str(policy.type_name), ids, schema.field(ID).type)]
+        for name, column in columns.items():
+            arrays.append(_to_arrow(column[torch.from_numpy(ids)], schema.field(name).type))
+        if classes:
+            # The column after the ids has the numbers of the classes.
+            arrays.append(pa.array(classes, pa.string()).take(arrays[1]))
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> None:
-    entries = list(chain.from_iterable(files))
-    text = json.dumps({"format": FORMAT, "version": 1, "files": entries}, indent=1)
+def _publish(partial: Path, target: Path, entries: list[Any], overwrite: bool) -> None:
+    """Write the index of the files of all ranks, and move the complete folder to ``target``."""
+    files = list(chain.from_iterable(entries))
+    text = json.dumps({"format": FORMAT, "version": 1, "files": files}, indent=1)
     with name_write_failures(target):
         (partial / EXPORT_INDEX).write_text(text, encoding="utf-8")
         place_folder(partial, target, overwrite, _CONTENT, _is_export)
 
 
 def _find_row_type(rows: DistTensor) -> pa.DataType:
+    """Return the type of a row in a table: a number, or lists of numbers for rows with a shape."""
     dtype = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
-    row_type = pa.bool_()
-    if dtype != torch.bool:
-        row_type = pa.from_numpy_dtype(torch.empty(0, dtype=dtype).numpy().dtype)
+    row_type = pa.from_numpy_dtype(torch.empty(0, dtype=dtype).numpy().dtype)
     for size in reversed(rows.shape[1:]):
         row_type = pa.list_(row_type, int(size))
     return row_type

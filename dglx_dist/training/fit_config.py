@@ -147,9 +147,8 @@ def needs_own_loop(config: RunOptions) -> str | None:
 
 def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
     """Raise ConfigError if a strategy without a training loop in torch would have to change its steps."""
-    if traits.own_loop:
-        return
-    if option := needs_own_loop(config):
+    option = needs_own_loop(config)
+    if option is not None and not traits.own_loop:
         raise ConfigError(
             f"{option}: strategy {strategy!r} takes one step per epoch, in the dtype of the weights. Leave "
             "it out, or use strategy='data_parallel'."
@@ -179,13 +178,16 @@ def check_updates(
             current_session().strategy,
         )
 
-    uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
-    name = next((name for name, value in uses.items() if value is not None), None)
-    if name and (model.overlaps_steps or sparse):
+    setting = None
+    if config.clip_norm is not None:
+        setting = f"clip_norm={config.clip_norm}"
+    elif config.accumulate > 1:
+        setting = f"accumulate={config.accumulate}"
+    if setting is not None and (model.overlaps_steps or sparse):
         obstacle = "steps overlap (pipeline depth above 1)"
         if sparse:
             obstacle = "embeddings have separate gradients"
-        raise ConfigError(f"{name}={uses[name]} needs all gradients of a step, but {obstacle}. Leave it out.")
+        raise ConfigError(f"{setting} needs all gradients of a step, but {obstacle}. Leave it out.")
 
     if SCHEDULER in state:
         raise ConfigError(f"state has the name {SCHEDULER!r}, which scheduler= uses. Choose another name.")

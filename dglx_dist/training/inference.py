@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 
 
 def _place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
+    """Return ``block`` on ``device``, with the out-degrees of the graph ``g``."""
     full_block = _FullBlock(*get_block_parts(block))
-    full_block.graph, full_block.host_block = g, block
+    full_block.graph = g
+    full_block.host_block = block
     return place(full_block, device)
 
 
@@ -61,11 +64,15 @@ class _FullBlock(DGLBlock):
         return etype_slice
 
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
-        """Return the degrees. They are only read if a convolution asks for them."""
+        """Return the degrees of the sources ``u``. The graph is only asked when a convolution calls this."""
         assert self.graph is not None
-        etype = self.to_canonical_etype(etype)  # raises an error if there are several types
+        # DGL raises an error here if the block has several edge types and ``etype`` is None.
+        etype = self.to_canonical_etype(etype)
         ids = self.host_block.srcnodes[etype[0]].data[dgl.NID]
-        ids = ids if isinstance(u, str) else ids[torch.as_tensor(u).cpu()]
+
+        # DGL passes a text for all sources, and indices otherwise.
+        if not isinstance(u, str):
+            ids = ids[torch.as_tensor(u).cpu()]
         return self.graph.out_degrees(ids, etype).to(self.device)
 
 
@@ -78,6 +85,21 @@ def list_layers(
 
     See :func:`layerwise_inference` for the arguments. Raise ConfigError if the model defines no layers.
     """
+    steps = _read_layers(module, layers)
+    if not steps:
+        raise ConfigError(f"{type(module).__name__} has no layers to compute. Pass one callable per layer.")
+    if between is None:
+        return steps
+
+    def apply_then_between(layer: InferenceLayer, block: Any, h: Any) -> Any:
+        return between(layer(block, h))
+
+    inner_steps = [partial(apply_then_between, layer) for layer in steps[:-1]]
+    return [*inner_steps, steps[-1]]
+
+
+def _read_layers(module: nn.Module, layers: Sequence[InferenceLayer] | str | None) -> list[InferenceLayer]:
+    """Return the layers that the module defines (None), that an attribute holds (its name), or ``layers``."""
     class_name = type(module).__name__
     if layers is None:
         get_layers = getattr(module, "inference_layers", None)
@@ -88,23 +110,18 @@ def list_layers(
                 "layerwise_inference(layers=...), or pass num_layers= to evaluate(). It computes the whole "
                 "neighbourhood of each batch."
             )
-        layers = get_layers()
-    elif isinstance(layers, str):
-        name = layers
-        layers = getattr(module, layers, None)
-        if not isinstance(layers, (nn.ModuleList, nn.Sequential, list, tuple)):
-            raise ConfigError(
-                f"layers={name!r}, but {class_name} has no list of layers of that name. Pass the name of its "
-                "nn.ModuleList, or one callable (block, h) -> h per layer."
-            )
+        return list(get_layers())
 
-    steps = list(layers)
-    if not steps:
-        raise ConfigError(f"{class_name} has no layers to compute. Pass one callable per layer.")
-    if between is None:
-        return steps
-    inner_layers = [lambda block, h, layer=layer: between(layer(block, h)) for layer in steps[:-1]]
-    return [*inner_layers, steps[-1]]
+    if not isinstance(layers, str):
+        return list(layers)
+
+    module_list = getattr(module, layers, None)
+    if not isinstance(module_list, (nn.ModuleList, nn.Sequential, list, tuple)):
+        raise ConfigError(
+            f"layers={layers!r}, but {class_name} has no list of layers of that name. Pass the name of its "
+            "nn.ModuleList, or one callable (block, h) -> h per layer."
+        )
+    return list(module_list)
 
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -123,7 +140,6 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
         items = list(enumerate(value))
     else:
         return {path: value}
-
     leaves: dict[Path, Any] = {}
     for key, item in items:
         leaves |= flatten(item, (*path, key))
@@ -134,18 +150,28 @@ def nest(leaves: Mapping[Path, T]) -> Any:
     """Undo :func:`flatten`, except that lists become tuples. Raise ConfigError for missing positions."""
     if list(leaves) == [()]:
         return leaves[()]
+
+    # All leaves below one key form a subtree.
     subtrees: dict[str | int, dict[Path, T]] = {}
     for (key, *subpath), leaf in leaves.items():
         subtrees.setdefault(key, {})[tuple(subpath)] = leaf
-    if subtrees and all(isinstance(key, int) for key in subtrees):
-        if set(subtrees) != set(range(len(subtrees))):
-            raise ConfigError(
-                f"only the positions {sorted(subtrees, key=str)} of a tuple of outputs belong to the "
-                "requested node types. Return a dictionary, or request all types."
-            )
-        return tuple(nest(subtrees[index]) for index in range(len(subtrees)))
+    values = {key: nest(subtree) for key, subtree in subtrees.items()}
+    is_tuple = len(values) > 0 and all(isinstance(key, int) for key in values)
+    if not is_tuple:
+        return values
+    if set(values) != set(range(len(values))):
+        raise ConfigError(
+            f"only the positions {sorted(values, key=str)} of a tuple of outputs belong to the "
+            "requested node types. Return a dictionary, or request all types."
+        )
+    return tuple(values[index] for index in range(len(values)))
 
-    return {key: nest(subtree) for key, subtree in subtrees.items()}
+
+def _format_path(path: Path, bare: str) -> str:
+    """Return ``path`` as in Python, like ``['user'][0]``, or the text ``bare`` for an empty path."""
+    if not path:
+        return bare
+    return "".join(f"[{key!r}]" for key in path)
 
 
 Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
@@ -221,15 +247,22 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     module = gather_module(model)
     steps = list_layers(module, layers, between)
     rows = read_first_rows(g, feature, inputs)
-    if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
-        names_by_type: Any = read_column_names(edge_feats, "edge_feats")
-        data = g.edges[g.canonical_etypes[0]].data
-        names = chain(*names_by_type.values()) if isinstance(names_by_type, Mapping) else names_by_type
-        columns = {str(name): data[name] for name in names if name in data}
-        check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
 
+    # The model's own ``inference_layers()`` is trusted. The check builds batches of one matrix of rows.
+    if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
+        columns = _read_edge_columns(g, edge_feats)
+        check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
     passes = [_make_pass(step) for step in steps]
     return _infer(module, g, 1, passes, rows, batch_size, ntypes, mask, edge_feats)
+
+
+def _read_edge_columns(g: DistGraph, edge_feats: EdgeNames) -> dict[str, DistTensor]:
+    """Return the columns of ``edge_feats`` by name, for a graph with a single edge type."""
+    names: Any = read_column_names(edge_feats, "edge_feats")
+    if isinstance(names, Mapping):
+        names = chain(*names.values())
+    data = g.edges[g.canonical_etypes[0]].data
+    return {str(name): data[name] for name in names if name in data}
 
 
 def _make_pass(layer: InferenceLayer) -> _Pass:
@@ -276,15 +309,20 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
     maker = open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
-            # Later passes read the results of the previous one.
-            placement = target.device, target.dtype if depth == 0 else None
-            compute = _make_compute(run_pass, g, maker, rows, placement)
-            out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else list_names(ntypes)
-            computed = _compute_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
+            # The first pass converts the features. Later passes read results in the dtypes of the model.
+            dtype = target.dtype if depth == 0 else None
+            compute = _make_compute(run_pass, g, maker, rows, (target.device, dtype))
+
+            out_types: Sequence[str] = g.ntypes
+            if ntypes is not None and depth == len(passes) - 1:
+                out_types = list_names(ntypes)
+            results = _compute_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
+
+            # The rows of the first pass are the caller's features and must remain.
             if depth > 0:
                 for tensor in rows.values():
                     tensor.delete()
-            rows = computed
+            rows = results
 
     return nest(rows)
 
@@ -296,17 +334,25 @@ def _make_compute(
     rows: _Rows,
     target: tuple[Any, Any],
 ) -> _Compute:
-    """Return a function that runs a pass on the nodes of a batch, with ``rows`` as the input."""
+    """Return a function that runs a pass on the nodes of a batch, with ``rows`` as the input.
+
+    ``target`` is the device and the dtype of the input. A dtype of None keeps the one of ``rows``.
+    """
+    device, dtype = target
 
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
-        sources = blocks[0].srcnodes
-        ids_by_path = {path: sources[find_type(path, g)].data[dgl.NID] for path in rows}
-        h = {path: tensor[ids_by_path[path]].to(*target) for path, tensor in rows.items()}
-        graph_blocks = [_place_with_degrees(block, g, target[0]) for block in blocks]
+
+        # Read the rows of the sources.
+        inputs = {}
+        for path, tensor in rows.items():
+            source_ids = blocks[0].srcnodes[find_type(path, g)].data[dgl.NID]
+            inputs[path] = tensor[source_ids].to(device, dtype)
+        graph_blocks = [_place_with_degrees(block, g, device) for block in blocks]
         for block in graph_blocks:
             note_edge_order(block, g.orig_edge_ids)
-        return _select_leaves(ntype, run_pass(graph_blocks, nest(h)), g, len(ids))
+        output = run_pass(graph_blocks, nest(inputs))
+        return _select_leaves(ntype, output, g, len(ids))
 
     return compute
 
@@ -328,10 +374,14 @@ def _split_nodes(
     max_edges = _BATCH_DEGREE * batch_size
     for first, last in split_range(share, batch_size):
         ids = np.arange(first, last)
-        degrees = (structure.in_degrees(ids) for structure in structures)
-        edges = np.cumsum(sum(degrees, np.zeros(len(ids), np.int64)))
-        # A piece starts where the running number of in-edges exceeds a multiple of ``max_edges``.
-        starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // max_edges, prepend=-1))
+        degrees = np.zeros(len(ids), np.int64)
+        for structure in structures:
+            degrees += structure.in_degrees(ids)
+
+        # A batch starts where the running number of in-edges exceeds a multiple of ``max_edges``. With
+        # ``- 1``, a batch of exactly ``max_edges`` edges is not cut.
+        batch_numbers = np.maximum(np.cumsum(degrees) - 1, 0) // max_edges
+        starts = first + np.flatnonzero(np.diff(batch_numbers, prepend=-1))
         yield from pairwise([*starts.tolist(), last])
 
 
@@ -353,7 +403,6 @@ def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[P
             raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
         if len(tensor) != g.num_nodes(ntype):
             raise ConfigError(f"inputs has {len(tensor)} rows for {g.num_nodes(ntype)} nodes {ntype!r}")
-
     return rows
 
 
@@ -363,10 +412,9 @@ def find_type(path: Path, g: DistGraph) -> str:
         if key in g.ntypes:
             return str(key)
     if len(g.ntypes) > 1:
-        location = "".join(f"[{key!r}]" for key in path) or "a tensor"
         raise ConfigError(
-            f"the rows in {location} belong to no node type. With several types, use dictionaries by node "
-            f"type ({', '.join(g.ntypes)})."
+            f"the rows in {_format_path(path, 'a tensor')} belong to no node type. With several types, use "
+            f"dictionaries by node type ({', '.join(g.ntypes)})."
         )
     return g.ntypes[0]
 
@@ -379,15 +427,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
-    leaves = {path: leaf for path, leaf in flatten(output).items() if find_type(path, g) == ntype}
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
-            description = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-            location = "".join(f"[{key!r}]" for key in path) or "the output"
+def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dict[Path, Tensor]:
+    """Return the rows of a node type by path. Raise ConfigError if one has not ``num_nodes`` rows."""
+    leaves = {}
+    for path, leaf in flatten(output).items():
+        if find_type(path, g) != ntype:
+            continue
+        description: object = type(leaf).__name__
+        if isinstance(leaf, Tensor):
+            description = tuple(leaf.shape)
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_nodes:
             raise ConfigError(
-                f"{location} is {description}, not a tensor with a row for each of {count} nodes of {ntype!r}"
+                f"{_format_path(path, 'the output')} is {description}, not a tensor with a row for each of "
+                f"{num_nodes} nodes of {ntype!r}"
             )
+        leaves[path] = leaf
     return leaves
 
 
@@ -397,59 +451,71 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
     Each rank computes the nodes that it owns. ``name`` describes the barrier at the end. Raises ConfigError
     on all ranks if a layer does not return the same tensors for all batches of a type.
     """
-    owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
-    shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
+    ranges_of = {}
+    for ntype in ntypes:
+        owned_range = g.get_node_partition_policy(ntype).owned_range
+        ranges_of[ntype] = list(_split_nodes(g, ntype, owned_range, batch_size))
 
-    # All ranks must know the shapes of the results before allocation, even those without nodes.
-    ranges = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
-    # A rank without nodes starts only types without any nodes, to find their shapes.
-    types = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
-    first_results = run_on_all_ranks(
-        g.session, lambda: {ntype: compute(ntype, np.arange(*ranges[ntype])) for ntype in types}, ConfigError
-    )
-    out = _allocate_rows(g, first_results)
+    # All ranks must know the shapes of the results before allocation, even ranks without nodes. So each rank
+    # computes its first batch of each type. An empty batch is enough if no rank has a node of the type.
+    def compute_first_batches() -> dict[str, dict[Path, Tensor]]:
+        batches = {}
+        for ntype, ranges in ranges_of.items():
+            if ranges:
+                batches[ntype] = compute(ntype, np.arange(*ranges[0]))
+            elif g.num_nodes(ntype) == 0:
+                batches[ntype] = compute(ntype, np.arange(0))
+        return batches
+
+    first_batches = run_on_all_ranks(g.session, compute_first_batches, ConfigError)
+    results = _allocate_rows(g, first_batches)
 
     def fill() -> None:
-        for ntype, share in shares.items():
-            expected = {path for path in out if find_type(path, g) == ntype}
-            for index, (first, last) in enumerate(share):
-                values = first_results.pop(ntype) if index == 0 else compute(ntype, np.arange(first, last))
-                if set(values) != expected:
+        for ntype, ranges in ranges_of.items():
+            expected_paths = {path for path in results if find_type(path, g) == ntype}
+            for index, (first, last) in enumerate(ranges):
+                # The first batch of each type is computed already.
+                ids = np.arange(first, last)
+                batch = first_batches.pop(ntype) if index == 0 else compute(ntype, ids)
+                if set(batch) != expected_paths:
                     raise ConfigError(
                         f"a layer returned rows for some nodes of type {ntype!r} but not for {first} to "
                         f"{last - 1}. It must return them for every destination, even without in-edges."
                     )
-                for path, rows in values.items():
-                    # The rows are written directly to the memory that the ranks of this server share.
-                    start = first - out[path].local_range[0]
-                    out[path].local_rows()[start : start + len(rows)] = rows.cpu()
+
+                # The rows are written directly to the memory that the ranks of this server share.
+                for path, rows in batch.items():
+                    start = first - results[path].local_range[0]
+                    results[path].local_rows()[start : start + len(rows)] = rows.cpu()
 
     run_on_all_ranks(g.session, fill, ConfigError)
     barrier(g.session, name)
-    return out
+    return results
 
 
-def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
-    """Create tensors for the results of all nodes, with the shapes of the first results of any rank.
+def _allocate_rows(g: DistGraph, first_batches: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
+    """Create tensors for the results of all nodes, with the shapes of the first batches of any rank.
 
     Every rank must call it. Raises ConfigError if the ranks' results differ in shape or dtype, or there are
     none.
     """
-    local_layouts = [
-        [list(path), ntype, list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")]
-        for ntype, leaves in first_results.items()
-        for path, leaf in leaves.items()
-    ]
-    layouts: dict[Path, Any] = {}
-    for specs in gather_json(local_layouts, g.session):
-        for path, *layout in specs:
-            if layouts.setdefault(tuple(path), layout) != layout:
-                expected = layouts[tuple(path)]
-                raise ConfigError(f"a layer returns {layout} at {path} on one rank and {expected} on another")
+    rank_layouts = []
+    for ntype, leaves in first_batches.items():
+        for path, leaf in leaves.items():
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            rank_layouts.append([list(path), [ntype, list(leaf.shape[1:]), dtype]])
 
+    layouts: dict[Path, Any] = {}
+    for path, layout in chain(*gather_json(rank_layouts, g.session)):
+        expected_layout = layouts.setdefault(tuple(path), layout)
+        if layout != expected_layout:
+            raise ConfigError(
+                f"a layer returns {layout} at {path} on one rank and {expected_layout} on another"
+            )
     if not layouts:
         raise ConfigError("a layer returns no rows for any node. It must return a row for each destination.")
-    # All ranks allocate in the same order.
+
+    # All ranks allocate in the order of the node types.
     ordered = sorted(layouts.items(), key=lambda item: g.ntypes.index(item[1][0]))
     tensors = {}
     for path, (ntype, row_shape, dtype) in ordered:
@@ -515,34 +581,50 @@ def evaluate(  # noqa: PLR0913 - all optional
     ntype = find_labelled_type(g, label) if ntype is None else ntype
     names = _resolve_masks(g, masks, label, ntype, task)
     metrics = list_metrics(task, metrics) if metrics else ()
-    options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
-    options["edge_feats"] = edge_feats
-
+    options: dict[str, Any] = {
+        "feature": feature,
+        "inputs": inputs,
+        "batch_size": batch_size,
+        "edge_feats": edge_feats,
+        "ntypes": [ntype],
+    }
     if num_layers is None:
-        results = layerwise_inference(model, g, **options, ntypes=[ntype])
+        results = layerwise_inference(model, g, **options)
     else:
-        results = minibatch_inference(model, g, num_layers, **options, ntypes=[ntype])
+        results = minibatch_inference(model, g, num_layers, **options)
 
-    computed = flatten(results)
+    leaves = flatten(results)
     try:
-        outputs = [rows for path, rows in computed.items() if output is None or output in path]
-        if len(outputs) != 1:
-            paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
-            raise ConfigError(f"the model returns {paths}. Choose the scores with output=.")
-        scores = _measure_accuracy(outputs[0], g, ntype, label, names) if task == CLASSIFICATION else {}
-        for mask in names if metrics else ():
+        scores = _select_output(leaves, output)
+        values: dict[str, float] = {}
+        if task == CLASSIFICATION:
+            values = _measure_accuracy(scores, g, ntype, label, names)
+        if not metrics:
+            return values
+
+        for mask in names:
             if mask == SPLITS[0]:
                 continue
-            # The accuracy has been counted already.
-            values = {"accuracy": scores[mask]} if task == CLASSIFICATION else {}
-            missing = [name for name in metrics if name not in values]
-            values |= measure(outputs[0], g, ntype, label, mask, task, missing)
-            scores |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
+            # The accuracy is counted already, so only the other metrics are measured.
+            mask_values = {"accuracy": values[mask]} if task == CLASSIFICATION else {}
+            missing_names = [name for name in metrics if name not in mask_values]
+            mask_values |= measure(scores, g, ntype, label, mask, task, missing_names)
+            for name in metrics:
+                values[f"{mask.removesuffix('_mask')}_{name}"] = mask_values[name]
 
-        return scores
+        return values
     finally:
-        for rows in computed.values():
+        for rows in leaves.values():
             rows.delete()
+
+
+def _select_output(leaves: Mapping[Path, DistTensor], output: str | int | None) -> DistTensor:
+    """Return the output with the key ``output``, or the only one. Raise ConfigError if it is ambiguous."""
+    candidates = [rows for path, rows in leaves.items() if output is None or output in path]
+    if len(candidates) != 1:
+        paths = ", ".join(_format_path(path, "") for path in leaves)
+        raise ConfigError(f"the model returns {paths}. Choose the scores with output=.")
+    return candidates[0]
 
 
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
@@ -551,8 +633,8 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     list_metrics(options["task"], options["metrics"])
     read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
+    # The generator checks the batch size when its first range is requested.
     next(split_range((0, 0), options["batch_size"]), None)
-
     if options["num_layers"] is None:
         list_layers(gather_module(model), None, None)
     else:
@@ -569,7 +651,9 @@ def _resolve_masks(g: DistGraph, masks: Sequence[str] | None, label: str, ntype:
     data = g.nodes[ntype].data
     if isinstance(masks, Tensor | DistTensor):
         raise ConfigError("masks is a tensor. Pass names of columns of g.ndata, like ['val_mask'].")
-    names = [name for name in SPLITS if name in data] if masks is None else [*list_names(masks)]
+    names = [name for name in SPLITS if name in data]
+    if masks is not None:
+        names = [*list_names(masks)]
     for name in (label, *names):
         if name not in data:
             columns = ", ".join(map(repr, data)) or "none"
@@ -582,9 +666,11 @@ def _resolve_masks(g: DistGraph, masks: Sequence[str] | None, label: str, ntype:
                 "node. Convert it with column.bool() before dx.distribute."
             )
 
-    if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
+    column = data[label]
+    has_classes = column.ndim == 1 and not column.dtype.is_floating_point
+    if task == CLASSIFICATION and not has_classes:
         raise ConfigError(
-            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "
+            f"{label!r} is {column.dtype} of shape {column.shape}, but accuracy needs one whole "
             "number per node. Pass such a column as label=."
         )
 
@@ -604,17 +690,21 @@ def find_labelled_type(g: DistGraph, label: str = LABEL) -> str:
 def _measure_accuracy(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, names: Sequence[str]
 ) -> dict[str, float]:
+    """Return the exact accuracy by mask, NaN for a mask without labelled nodes. All ranks call this."""
+    # Each mask has a row: its number of correct nodes, and its number of labelled nodes.
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
     data = g.nodes[ntype].data
     for rows in split_owned_rows(g, ntype):
         labels = data[label][rows]
-        correct = scores[rows].argmax(1) == labels
-        for row, name in enumerate(names):
-            inside = data[name][rows].bool() & (labels >= 0)
-            counts[row] += torch.stack([(correct & inside).sum(), inside.sum()])
-
+        is_correct = scores[rows].argmax(1) == labels
+        for index, name in enumerate(names):
+            is_inside = data[name][rows].bool() & (labels >= 0)
+            counts[index] += torch.stack([(is_correct & is_inside).sum(), is_inside.sum()])
     totals = sum_over_ranks(counts, g.session, phase="metrics").tolist()
-    return {name: hit / n if n else math.nan for name, (hit, n) in zip(names, totals, strict=True)}
+    accuracy = {}
+    for name, (num_correct, num_labelled) in zip(names, totals, strict=True):
+        accuracy[name] = num_correct / num_labelled if num_labelled else math.nan
+    return accuracy
 
 
 _NUM_CHECKED = 4  # destinations of the last random block in check_layers
@@ -634,7 +724,7 @@ def check_layers(
 ) -> None:
     """Raise ConfigError if a layer of ``module`` gets other rows from the ``steps`` than in ``forward``.
 
-    Both run on a small random batch. A model that does not run on it is not checked.
+    The module and the steps run on a small random batch. A module that fails on the batch is not checked.
 
     Args:
         layers: The user's layers. ``steps`` are these layers with the function between them.
@@ -646,28 +736,23 @@ def check_layers(
         for step, block in zip(steps, blocks, strict=True):
             h = step(block, h)
 
+    def run_on_graph(graphs: Sequence[Any], h: Any) -> Any:
+        return module(graphs[0], h)
+
     if not any(isinstance(layer, nn.Module) for layer in layers):
         return
+
     weight = find_float_parameter(module)
     generator = torch.Generator().manual_seed(0)
-    sizes = range(_NUM_CHECKED * (len(steps) + 1), 0, -_NUM_CHECKED)
-    blocks = [random_block(num_dst, num_src, 3 * num_dst, generator) for num_src, num_dst in pairwise(sizes)]
-    graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
-    graph.ndata[dgl.NID] = graph.nodes()
+    blocks, graph = _make_random_graphs(len(steps), edges, generator)
+    rows = torch.randn(blocks[0].num_src_nodes(), width, generator=generator).to(weight)
 
-    for block in (*blocks, graph):
-        for name, column in edges.items():
-            rows = torch.rand(block.num_edges(), *column.shape[1:], generator=generator)
-            block.edata[name] = rows.to(column.dtype)
-
-    rows = torch.randn(sizes[0], width, generator=generator).to(weight)
-    graphs = [graph.to(weight.device)] * len(steps)
-
-    # A model takes one block per layer or one graph. The first kind that it runs on decides.
-    for forward, batch in (
+    # A model takes one block per layer, or one graph. The check uses the first call that succeeds.
+    calls = (
         (module, [block.to(weight.device) for block in blocks]),
-        (lambda graphs, h: module(graphs[0], h), graphs),
-    ):
+        (run_on_graph, [graph.to(weight.device)] * len(steps)),
+    )
+    for forward, batch in calls:
         inputs = rows[: batch[0].num_src_nodes()]
         try:
             forward_rows = _find_rows(module, forward, batch, inputs)
@@ -678,17 +763,31 @@ def check_layers(
             step_rows = _find_rows(module, run_in_turn, batch, inputs)
         except MODEL_ERRORS as error:
             raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
-
         for depth, layer in enumerate(layers):
-            a = forward_rows[id(layer)]
-            b = step_rows[id(layer)]
-            if len(a) == len(b) == 1 and (a[0].shape != b[0].shape or not _is_close(a[0], b[0])):
+            if _have_different_rows(forward_rows[id(layer)], step_rows[id(layer)]):
                 raise ConfigError(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "
                     f"would be wrong; {_REMEDY}"
                 )
-
         return
+
+
+def _make_random_graphs(
+    num_blocks: int, edges: Mapping[str, Any], generator: torch.Generator
+) -> tuple[list[Any], Any]:
+    """Return blocks that fit each other, and a graph. Both have random values in the edge columns."""
+    # Each block has fewer nodes than the block before. The last one has ``_NUM_CHECKED`` destinations.
+    sizes = range(_NUM_CHECKED * (num_blocks + 1), 0, -_NUM_CHECKED)
+    blocks = []
+    for num_src, num_dst in pairwise(sizes):
+        blocks.append(random_block(num_dst, num_src, 3 * num_dst, generator))
+    graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
+    graph.ndata[dgl.NID] = graph.nodes()
+    for block in (*blocks, graph):
+        for name, column in edges.items():
+            values = torch.rand(block.num_edges(), *column.shape[1:], generator=generator)
+            block.edata[name] = values.to(column.dtype)
+    return blocks, graph
 
 
 def _find_rows(
@@ -702,5 +801,14 @@ def _find_rows(
     return rows_of
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-4 * (1 + float(b.abs().max())))
+def _have_different_rows(forward_calls: Sequence[Tensor], step_calls: Sequence[Tensor]) -> bool:
+    """Return whether a layer got other rows. A layer that is not called exactly once is not compared."""
+    if len(forward_calls) != 1 or len(step_calls) != 1:
+        return False
+    rows = forward_calls[0].double()
+    expected_rows = step_calls[0].double()
+    if rows.shape != expected_rows.shape:
+        return True
+    # Values that cancel out are wrong by a share of the largest value, so the tolerance grows with it.
+    tolerance = 1e-4 * (1 + float(expected_rows.abs().max()))
+    return not torch.allclose(rows, expected_rows, rtol=1e-3, atol=tolerance)

@@ -60,7 +60,9 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
     """Return the mean cross-entropy of an edge among itself and its negatives (sampled softmax)."""
     scores = torch.cat([positive[:, None], negative], 1)
-    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device))
+    # The edge itself is always class 0.
+    classes = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+    return F.cross_entropy(scores, classes)
 
 
 PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "softmax": softmax_loss}
@@ -72,13 +74,14 @@ _GENERATED_MASKS: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionar
 """Edge types with masks from :func:`split_edges`."""
 _TYPE_SHIFT = np.int64(44)
 """Number of bits of a node id in the key of a pair."""
-_REVERSED = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
+_REVERSE_NAMES = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
 """Names of an edge type in the opposite direction."""
 
 
 def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
-    swapped = (candidate[0], candidate[2]) == (etype[2], etype[0])
-    return swapped and any(form.format(etype[1]) == candidate[1] for form in _REVERSED)
+    """Return whether ``candidate`` has the swapped node types of ``etype`` and a name like ``NAME-rev``."""
+    is_swapped = (candidate[0], candidate[2]) == (etype[2], etype[0])
+    return is_swapped and candidate[1] in [template.format(etype[1]) for template in _REVERSE_NAMES]
 
 
 def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
@@ -95,48 +98,60 @@ def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeTy
                 continue
             if _has_name_of_reverse(candidate, etype) or _has_name_of_reverse(etype, candidate):
                 reverse_types[etype].append(candidate)
-            elif candidate not in targets or candidate[0] != candidate[2]:
-                reverse_ids = reverse_edge_ids(g, etype, reverse_etype=candidate)
-                own_ids = reverse_ids[slice(*g.get_edge_partition_policy(etype).owned_range)]
-                matched = int(gather_int64([int((own_ids != NO_REVERSE).sum())], g.session).sum())
-                if 2 * matched > min(g.num_edges(etype), g.num_edges(candidate)):
-                    reverse_types[etype].append(candidate)
-                elif matched and g.session.topology.rank == 0:
-                    names = map(format_type, (candidate, etype))
-                    log.warning(
-                        "only %d edges of %s are reverse edges of %s. Batches keep them.", matched, *names
-                    )
+                continue
+            if candidate in targets and candidate[0] == candidate[2]:
+                continue
+
+            num_reverse = _count_reverse_edges(g, etype, candidate)
+            if 2 * num_reverse > min(g.num_edges(etype), g.num_edges(candidate)):
+                reverse_types[etype].append(candidate)
+            elif num_reverse and g.session.topology.rank == 0:
+                log.warning(
+                    "only %d edges of %s are reverse edges of %s. Batches keep them.",
+                    num_reverse,
+                    format_type(candidate),
+                    format_type(etype),
+                )
     return reverse_types
+
+
+def _count_reverse_edges(g: DistGraph, etype: EdgeType, candidate: EdgeType) -> int:
+    """Return the number of edges of ``etype`` with a reverse edge in ``candidate``. All ranks call this."""
+    reverse_ids = reverse_edge_ids(g, etype, reverse_etype=candidate)
+    first, last = g.get_edge_partition_policy(etype).owned_range
+    num_owned = int((reverse_ids[first:last] != NO_REVERSE).sum())
+    return int(gather_int64([num_owned], g.session).sum())
 
 
 def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """Return the edge types to predict, by name or as ``source:name:destination``.
 
-    Without names, these are the types that do not have the name of a reverse type, such as ``NAME-rev``. A
-    graph with several node types must have exactly one such type. Raises ConfigError if there is no such edge
-    type, or the graph has several node types and several such edge types.
+    Without ``names``, all types are returned that do not have the name of a reverse type, like ``NAME-rev``.
+    Raises ConfigError if ``names`` has an unknown type, or if there are no names and the graph has several
+    node types and several edge types to choose from.
     """
     etypes = g.canonical_etypes
     if names:
         return [resolve_etype(name, etypes) for name in names]
-    targets = [etype for etype in etypes if not any(_has_name_of_reverse(etype, peer) for peer in etypes)]
+    targets = []
+    for etype in etypes:
+        if not any(_has_name_of_reverse(etype, peer) for peer in etypes):
+            targets.append(etype)
     if len(g.ntypes) > 1 and len(targets) > 1:
         names = ", ".join(etype[1] for etype in targets)
         raise ConfigError(
             f"{g.dataset.folder} has the edge types {names}. Choose types, as with --target {targets[0][1]}."
         )
-
     return targets
 
 
 def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     """Add training, validation and test masks to the ``targets``, unless they have them. All ranks call this.
 
-    The split is 80 / 10 / 10. It is keyed by the original ids of the two ends of an edge, so it does not
-    depend on the number of parts and ranks. All edges between two nodes of one type, in both directions, are
-    on one side. This includes edges of the types of :func:`find_reverse_types`. If the dataset has masks,
-    reverse edges without a mask get the mask of their target. Every other edge type gets a ``train_mask`` of
-    ones.
+    The split is 80 / 10 / 10. The original ids of the two ends of an edge decide, so the split does not
+    depend on the number of parts and ranks. All edges between two nodes, in both directions, are on one side,
+    including edges of the types of :func:`find_reverse_types`. If the dataset has masks, reverse edges
+    without a mask get the mask of their target. Every other edge type gets a ``train_mask`` of ones.
 
     Returns:
         Whether this or an earlier call added the masks. False: they belong to the dataset.
@@ -158,6 +173,7 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     for etype in unmasked:
         for side, name in enumerate(SPLITS):
             _add_mask(g, etype, name, partial(_is_on_side, g, etype, side))
+
     if not count_marked(g, targets, TRAIN):
         raise ConfigError(
             f"no edge of {', '.join(etype[1] for etype in targets[:3])} in {g.dataset.folder} is marked by "
@@ -166,37 +182,41 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
 
     _GENERATED_MASKS.setdefault(g, set()).update(unmasked)
     is_generated = _GENERATED_MASKS[g].issuperset(targets)
-    reverse = {
-        reverse_type: etype
-        for etype, reverse_types in find_reverse_types(g, targets).items()
-        for reverse_type in reverse_types
-    }
+    target_of_reverse: dict[EdgeType, EdgeType] = {}
+    for etype, reverse_types in find_reverse_types(g, targets).items():
+        target_of_reverse |= dict.fromkeys(reverse_types, etype)
+
+    # Edge types that are not predicted only need a mask for training.
     for etype in g.canonical_etypes:
         if TRAIN in g.edges[etype].data:
             continue
-        if etype not in reverse:
+        if etype not in target_of_reverse:
             _add_mask(g, etype, TRAIN, lambda ids: np.ones(len(ids), np.bool_))
         elif is_generated:
             _add_mask(g, etype, TRAIN, partial(_is_on_side, g, etype, 0))
         else:
-            _add_mask(g, etype, TRAIN, _read_reverse_mask(g, etype, reverse[etype]))
+            _add_mask(g, etype, TRAIN, _read_reverse_mask(g, etype, target_of_reverse[etype]))
 
     return is_generated
 
 
 def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
     """Return the number of marked edges of ``targets`` on all ranks. Every rank must call this."""
-    book = g.get_partition_book()
-    columns = [(g.edges[etype].data, etype) for etype in targets]
-    marked = sum(len(edge_split(data[mask], book, etype)) for data, etype in columns if mask in data)
-    return int(gather_int64([marked], g.session).sum())
+    num_marked = 0
+    for etype in targets:
+        data = g.edges[etype].data
+        if mask in data:
+            num_marked += len(edge_split(data[mask], g.get_partition_book(), etype))
+    return int(gather_int64([num_marked], g.session).sum())
 
 
 def _add_mask(g: DistGraph, etype: EdgeType, name: str, compute_mask: Callable[[Array], Array]) -> None:
+    """Add a mask to the edge data. Each server computes the values of its edges from their ids."""
     policy = g.get_edge_partition_policy(etype)
 
     def read_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
-        first, last = (int(bound) for bound in policy.bounds[policy.part_id : policy.part_id + 2])
+        first = int(policy.bounds[policy.part_id])
+        last = int(policy.bounds[policy.part_id + 1])
         return torch.from_numpy(compute_mask(np.arange(first, last)))
 
     DistTensor((g.num_edges(etype),), torch.bool, name, read_rows, policy, graph=g)
@@ -204,27 +224,34 @@ def _add_mask(g: DistGraph, etype: EdgeType, name: str, compute_mask: Callable[[
 
 def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
     """Return (K,) bool: whether each edge is on ``side``, which is 0 for training, 1 validation, 2 test."""
-    ends = []
+    # The node type is part of the key of an end, because ids of two types may be equal.
+    keys = []
     for ntype, nodes in zip((etype[0], etype[2]), g.find_edges(ids, etype), strict=True):
-        ends.append(g.orig_ids(nodes, ntype).numpy() + (g.ntypes.index(ntype) << _TYPE_SHIFT))
-    low = np.minimum(*ends)
-    high = np.maximum(*ends)
-    words = splitmix64(hash_ids(low, stream_key(0, 0, 0)) ^ hash_ids(high, stream_key(0, 0, 1)))
-    # The words are uniform below 2**64, so the quotients are uniform in [0, 1).
-    return np.asarray(np.searchsorted(_SHARES, words / 2.0**64, side="right") == side)
+        keys.append(g.orig_ids(nodes, ntype).numpy() + (g.ntypes.index(ntype) << _TYPE_SHIFT))
+
+    # An edge and its reverse edge have one pair of keys, because the lower key comes first.
+    low_hashes = hash_ids(np.minimum(*keys), stream_key(0, 0, 0))
+    high_hashes = hash_ids(np.maximum(*keys), stream_key(0, 0, 1))
+    hashes = splitmix64(low_hashes ^ high_hashes)
+
+    # The hashes are uniform below 2**64, so the quotients are uniform in [0, 1).
+    return np.asarray(np.searchsorted(_SHARES, hashes / 2.0**64, side="right") == side)
 
 
 def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Callable[[Array], Array]:
-    """Return a function from ids to the train mask of the edges that they reverse, or True without any."""
+    """Return a function that maps ids of ``etype`` to the train mask of their reverse edges.
+
+    The mask is True for an edge without a reverse edge among the edges of ``target``.
+    """
     target_ids = reverse_edge_ids(g, etype, reverse_etype=target)
-    mask = g.edges[target].data[TRAIN]
+    target_mask = g.edges[target].data[TRAIN]
 
     def read_mask(ids: Array) -> Array:
-        targets = target_ids[ids].numpy()
-        is_reverse = targets != NO_REVERSE
-        marked = np.ones(len(ids), np.bool_)
-        marked[is_reverse] = mask[targets[is_reverse]].bool().numpy()
-        return marked
+        reverse_ids = target_ids[ids].numpy()
+        has_reverse = reverse_ids != NO_REVERSE
+        mask = np.ones(len(ids), np.bool_)
+        mask[has_reverse] = target_mask[reverse_ids[has_reverse]].bool().numpy()
+        return mask
 
     return read_mask
 
@@ -360,9 +387,9 @@ class RotatE(Decoder):
 
     def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
         # The queries are split, because the differences of all pairs would be d times as large as the scores.
-        size = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
-        scores = [self._score_pairs(piece[:, None], candidates) for piece in torch.split(query, size)]
-        return torch.cat(scores) if scores else query @ candidates.T
+        num_queries = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
+        batches = torch.split(query, num_queries)
+        return torch.cat([self._score_pairs(batch[:, None], candidates) for batch in batches])
 
 
 _MAX_DIFFERENCES = 2**21
@@ -385,8 +412,10 @@ def _check_halves(name: str, width: int) -> None:
 
 def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
     """Return the (E, d) complex products of (E, d) rows with the (E, d / 2) parts of complex numbers."""
-    a, b = rows.chunk(2, -1)
-    return torch.cat([a * real - b * imaginary, a * imaginary + b * real], -1)
+    real_rows, imaginary_rows = rows.chunk(2, -1)
+    real_product = real_rows * real - imaginary_rows * imaginary
+    imaginary_product = real_rows * imaginary + imaginary_rows * real
+    return torch.cat([real_product, imaginary_product], -1)
 
 
 def edge_scores(
@@ -415,24 +444,31 @@ def score_pairs(
         ConfigError: a type has fewer rows than nodes.
     """
     merged = merge_pairs(pair_graph)
-    if not isinstance(h, Tensor):
-        template = next(iter(h.values()))
-        pieces = []
-        for ntype in pair_graph.ntypes:
-            count = pair_graph.num_nodes(ntype)
-            # A type without a target may have no rows. A model may return rows of more nodes.
-            pieces.append(h[ntype][:count] if ntype in h else template.new_zeros(count, template.shape[1]))
-            if len(pieces[-1]) < count:
-                raise ConfigError(
-                    f"there are {len(pieces[-1])} rows for the {count} nodes of type {ntype!r} of the "
-                    "pair graph. Return one row per node, in the order of the last block's destinations."
-                )
-        h = torch.cat(pieces)
-
+    rows = h if isinstance(h, Tensor) else _concatenate_rows(pair_graph, h)
     indices = {etype: index for index, etype in enumerate(etypes)}
-    relations = torch.tensor([indices[etype] for etype in merged.etypes], device=h.device)
-    subject, objects = (h.index_select(0, ends) for ends in merged.ends)
-    return decoder(subject, relations[merged.relation], objects)
+    relations = torch.tensor([indices[etype] for etype in merged.etypes], device=rows.device)
+    subjects, objects = (rows.index_select(0, ends) for ends in merged.ends)
+    return decoder(subjects, relations[merged.relation], objects)
+
+
+def _concatenate_rows(pair_graph: Any, h: Mapping[str, Tensor]) -> Tensor:
+    """Return the rows of all nodes of a pair graph, type after type. ConfigError if rows are missing."""
+    template = next(iter(h.values()))
+    rows = []
+    for ntype in pair_graph.ntypes:
+        num_nodes = pair_graph.num_nodes(ntype)
+        # A type without a target may have no rows.
+        if ntype not in h:
+            rows.append(template.new_zeros(num_nodes, template.shape[1]))
+            continue
+        if len(h[ntype]) < num_nodes:
+            raise ConfigError(
+                f"there are {len(h[ntype])} rows for the {num_nodes} nodes of type {ntype!r} of the "
+                "pair graph. Return one row per node, in the order of the last block's destinations."
+            )
+        # A model may return rows of more nodes.
+        rows.append(h[ntype][:num_nodes])
+    return torch.cat(rows)
 
 
 @final
@@ -451,12 +487,11 @@ class LinkModel(nn.Module):
 
     def __init__(self, encoder: nn.Module | None, decoder: Decoder, etypes: Sequence[EdgeType]) -> None:
         super().__init__()
-        if any(map(_uses_graph_degrees, encoder.modules() if encoder else ())):
+        if encoder is not None and any(map(_uses_graph_degrees, encoder.modules())):
             raise ConfigError(
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
                 "whole graph, which count validation and test edges. Use --model sage, sgc or gat."
             )
-
         self.encoder = encoder
         self.decoder = decoder
         self.etypes = list(etypes)
@@ -466,18 +501,22 @@ class LinkModel(nn.Module):
 
     def forward(self, blocks: Any, h: Any, *pair_graphs: Any) -> list[Tensor]:
         """Return the (E,) scores of each pair graph, ordered like :func:`score_pairs`."""
-        if self.encoder is not None:
-            rows = self.encoder(blocks, h)
-            rows = gather_pair_rows(pair_graphs[0], rows) if pair_graphs else rows
+        if self.encoder is None:
+            # Without messages, the ends of the edges are the first sources of the only block.
+            inputs = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
+            rows = {}
+            for ntype, values in inputs.items():
+                rows[ntype] = values[: blocks[-1].num_dst_nodes(ntype)]
         else:
-            by_type = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
-            rows = {ntype: h[: blocks[-1].num_dst_nodes(ntype)] for ntype, h in by_type.items()}
+            rows = self.encoder(blocks, h)
+            if pair_graphs:
+                rows = gather_pair_rows(pair_graphs[0], rows)
         return [score_pairs(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
 
 
 def _uses_graph_degrees(module: nn.Module) -> bool:
-    is_normed = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
-    return is_normed or isinstance(module, SymmetricConv)
+    divides_by_degrees = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
+    return divides_by_degrees or isinstance(module, SymmetricConv)
 
 
 @contextmanager
@@ -486,16 +525,19 @@ def compute_rows(
 ) -> Iterator[dict[str, DistTensor]]:
     """Yield the (N, d) rows that a :class:`LinkModel` scores, by node type. Every rank must call this.
 
-    An encoder computes them along edges of ``train_mask``. Its rows are deleted at the end of the block.
+    An encoder computes the rows along edges of ``train_mask``. These rows are deleted at the end of the
+    block. Without an encoder, the rows are the inputs.
     """
     module: Any = gather_module(model)
-    results: Any = None if inputs is None else inputs.tensors
+    rows: Any = None if inputs is None else inputs.tensors
     if module.encoder is not None:
-        results = layerwise_inference(module.encoder, g, feature=feature, inputs=results, mask=TRAIN)
-    rows = results if isinstance(results, dict) else {g.ntypes[0]: results}
+        rows = layerwise_inference(module.encoder, g, feature=feature, inputs=rows, mask=TRAIN)
+    if not isinstance(rows, dict):
+        rows = {g.ntypes[0]: rows}
     yield rows
-    for tensor in rows.values() if module.encoder is not None else ():
-        tensor.delete()
+    if module.encoder is not None:
+        for tensor in rows.values():
+            tensor.delete()
 
 
 SplitEdges: TypeAlias = dict[tuple[str, str], Array]
@@ -511,10 +553,10 @@ _NUM_BEST = 10  # maximum number of destinations that are listed for a test edge
 class LinkEvaluation:
     """Filtered ranks and AUC of validation and test edges, for ``evaluate`` of ``FitConfig``.
 
-    Every candidate is ranked: the destinations of an edge among all nodes of the type, and if both ends have
-    one type, the sources too. True edges of the same relation, of any split, do not count as candidates.
-    ``auc`` compares each edge with one that has a random destination, keyed by the edge. The results do not
-    depend on the number of ranks. A rank holds the rows of all nodes of the ranked types.
+    The destination of an edge is ranked among all nodes of the type. If both ends have one type, the source
+    is ranked, too. True edges of the same relation, of any split, do not count as candidates. ``auc``
+    compares each edge with an edge to a random destination, which the id of the edge determines. The results
+    do not depend on the number of ranks. A rank holds the rows of all nodes of the ranked types.
 
     Args:
         g: The graph, with the masks of :func:`split_edges`.
@@ -547,10 +589,11 @@ class LinkEvaluation:
         """
         module, rows = self._read(model)
         metrics: dict[str, float] = {}
-        for name, edges in self._edges_by_split.items():
+        for mask, edges in self._edges_by_split.items():
             with evaluating(module):
-                scores = self._measure_split(module.decoder, rows, edges)
-            metrics |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
+                values = self._measure_split(module.decoder, rows, edges)
+            for name, value in values.items():
+                metrics[f"{mask.removesuffix('_mask')}_{name}"] = value
         return metrics
 
     def test_edges(self, model: nn.Module, stored: Mapping[str, DistTensor] | None = None) -> RankedEdges:
@@ -569,9 +612,10 @@ class LinkEvaluation:
         module, rows = self._read(model, stored)
 
         def rank_edges() -> RankedEdges:
-            test_edges = self._edges_by_split.get(TEST, {}).items()
-            decoder = module.decoder
-            return {ntypes: self._find_best_ids(decoder, rows, ntypes, edges) for ntypes, edges in test_edges}
+            columns = {}
+            for ntypes, edges in self._edges_by_split.get(TEST, {}).items():
+                columns[ntypes] = self._find_best_ids(module.decoder, rows, ntypes, edges)
+            return columns
 
         with evaluating(module):
             return run_on_all_ranks(self.g.session, rank_edges, ConfigError)
@@ -580,70 +624,91 @@ class LinkEvaluation:
         self, decoder: Decoder, rows: Mapping[str, Tensor], ntypes: tuple[str, str], edges: Array
     ) -> Mapping[str, Tensor]:
         """Return the columns of :meth:`test_edges` for the edges of a pair of node types."""
-        source, destination = (rows[ntype] for ntype in ntypes)
-        num_best = min(_NUM_BEST, len(destination))
-        batches = [(torch.empty(0), torch.empty(0, num_best, dtype=torch.int64), torch.empty(0, num_best))]
+        num_edges = edges.shape[1]
+        num_best = min(_NUM_BEST, len(rows[ntypes[1]]))
+        # Scores in bfloat16 are kept as float32, and float64 stays.
+        dtype = torch.promote_types(torch.float32, rows[ntypes[1]].dtype)
+        scores = torch.empty(num_edges, dtype=dtype)
+        best_ids = torch.empty(num_edges, num_best, dtype=torch.int64)
+        best_scores = torch.empty(num_edges, num_best, dtype=dtype)
+        num_scored = 0
 
         def keep_best(positive: Tensor, candidates: Tensor) -> None:
+            nonlocal num_scored
+            batch = slice(num_scored, num_scored + len(candidates))
+            num_scored = batch.stop
+
+            # Known edges have the score NaN. An edge from a node to itself is no candidate either.
             candidates.masked_fill_(candidates.isnan(), -math.inf)
-            if ntypes[0] == ntypes[1]:  # edges from a node to itself are no candidates
-                offset = sum(len(scores) for scores, *_ in batches)
-                sources = torch.from_numpy(edges[1, offset : offset + len(candidates)]).to(candidates.device)
+            if ntypes[0] == ntypes[1]:
+                sources = torch.from_numpy(edges[1, batch]).to(candidates.device)
                 candidates[torch.arange(len(sources), device=sources.device), sources] = -math.inf
             best = candidates.topk(num_best)
-            batches.append((positive.cpu(), best.indices.cpu(), best.values.cpu()))
+            scores[batch] = positive.cpu()
+            best_ids[batch] = best.indices.cpu()
+            best_scores[batch] = best.values.cpu()
 
-        ranks = self._rank(decoder, source, destination, self._make_queries(ntypes, edges), keep_best)
-        columns = dict(zip(("relation", "source", "destination"), torch.from_numpy(edges), strict=False))
-        columns |= dict(zip(("rank", "source_rank"), ranks, strict=False))
-        best_columns = map(torch.cat, zip(*batches, strict=True))
-        return columns | dict(zip(("score", "best", "best_scores"), best_columns, strict=True))
+        queries = self._make_queries(ntypes, edges)
+        ranks = list(self._rank(decoder, rows, ntypes, queries, keep_best))
+        relation, source, destination, _ = torch.from_numpy(edges)
+        columns = {"relation": relation, "source": source, "destination": destination, "rank": ranks[0]}
+        if len(ranks) == 2:
+            columns["source_rank"] = ranks[1]
+        return columns | {"score": scores, "best": best_ids, "best_scores": best_scores}
 
     def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the uncut model, and all rows of each ranked node type. Every rank must call this.
 
         The first call also reads the edges of the splits. ``stored`` are rows of all nodes by type that were
-        computed before. With None, they are computed.
+        computed before. With None, the rows are computed.
         """
         if self._true_edges is None:
-            splits = {name: self._read_split(name) for name in (VALIDATION, TEST)}
-            num_local = [sum(edges.shape[1] for edges in split.values()) for split in splits.values()]
-            num_global = gather_int64(num_local, self.g.session).sum(axis=0)
-            # A split without edges on any rank is left out.
-            sizes = zip(splits, num_global, strict=True)
-            self._edges_by_split = {name: splits[name] for name, num_edges in sizes if num_edges}
+            for mask in (VALIDATION, TEST):
+                split_edges = self._read_split(mask)
+                num_edges = sum(edges.shape[1] for edges in split_edges.values())
+                # A split without edges on any rank is left out.
+                if gather_int64([num_edges], self.g.session).any():
+                    self._edges_by_split[mask] = split_edges
             self._true_edges = self._find_true_edges(self._edges_by_split.values())
-
         module: Any = gather_module(model)
-        ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
         open_rows: Any = nullcontext(stored)
         if stored is None:
             open_rows = compute_rows(module, self.g, self.inputs, self.feature)
+
+        # Read the rows of all nodes, because every node of these types may be an answer.
+        ntypes = {etype[0] for etype in self.targets} | {etype[2] for etype in self.targets}
         with open_rows as rows:
             return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
     def _read_split(self, split: str) -> SplitEdges:
         """Return this rank's edges of a split. The ids of the edges determine the random destinations."""
         g = self.g
-        columns_by_ntypes = dict[tuple[str, str], list[Array]]()
+        edges_by_ntypes: SplitEdges = {}
         for relation, etype in enumerate(g.canonical_etypes):
-            if etype in self.targets and split in g.edges[etype].data:
-                ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
-                u, v = (ends.numpy() for ends in g.find_edges(ids, etype))
-                random_ids = hash_ids(ids, stream_key(0, 1, relation)) % np.uint64(g.num_nodes(etype[2]))
-                columns = [np.full_like(u, relation), u, v, random_ids.astype(np.int64)]
-                columns_by_ntypes.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
+            if etype not in self.targets or split not in g.edges[etype].data:
+                continue
+            ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
+            source, destination = (ends.numpy() for ends in g.find_edges(ids, etype))
+            random_words = hash_ids(ids, stream_key(0, 1, relation))
+            random_ids = (random_words % np.uint64(g.num_nodes(etype[2]))).astype(np.int64)
+            edges = np.stack([np.full_like(source, relation), source, destination, random_ids])
 
-        return {ntypes: np.concatenate(columns, 1) for ntypes, columns in columns_by_ntypes.items()}
+            # Several edge types may have these node types.
+            ntypes = (etype[0], etype[2])
+            if ntypes in edges_by_ntypes:
+                edges = np.concatenate([edges_by_ntypes[ntypes], edges], 1)
+            edges_by_ntypes[ntypes] = edges
+        return edges_by_ntypes
 
     def _make_queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
         """Return (3, Q) subjects, relations and answers for each end that is ranked."""
-        # Queries for sources have relations after all edge types, to keep them apart from queries for
-        # destinations.
-        relation, u, v = edges[:3]
-        queries = [np.stack([u, relation, v])]
+        relation, source, destination = edges[:3]
+        queries = [np.stack([source, relation, destination])]
+        # Queries for sources have relations beyond all edge types. So their known answers do not mix with
+        # those of queries for destinations.
         if ntypes[0] == ntypes[1]:
-            queries.append(np.stack([v, relation + len(self.g.canonical_etypes), u]))
+            source_relation = relation + len(self.g.canonical_etypes)
+            queries.append(np.stack([destination, source_relation, source]))
         return queries
 
     def _find_true_edges(self, splits: Iterable[SplitEdges]) -> KnownEdges:
@@ -655,23 +720,30 @@ class LinkEvaluation:
         def make_keys(queries: Array) -> Array:
             return np.asarray(queries[1] * id_limit + queries[0])
 
+        # Gather the subjects and relations that any rank asks for.
         queries = [empty]
         for split in splits:
             for ntypes, edges in split.items():
                 queries += self._make_queries(ntypes, edges)
-        keys = np.unique(make_keys(np.concatenate(queries, 1)))
-        query_keys = np.unique(np.concatenate(gather_arrays(keys, g.session)))
+        rank_keys = np.unique(make_keys(np.concatenate(queries, 1)))
+        query_keys = np.unique(np.concatenate(gather_arrays(rank_keys, g.session)))
+
+        # Select the owned edges with such a subject and relation.
         answers = [empty]
         for relation, etype in enumerate(g.canonical_etypes):
-            owned = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
-            for first, last in split_range(owned, _EDGES_AT_ONCE):
-                u, v = (ends.numpy() for ends in g.find_edges(np.arange(first, last), etype))
-                own_edges = np.stack([np.full_like(u, relation), u, v])
-                for query in self._make_queries((etype[0], etype[2]), own_edges):
+            if etype not in self.targets:
+                continue
+            owned_range = g.get_edge_partition_policy(etype).owned_range
+            for first, last in split_range(owned_range, _EDGES_AT_ONCE):
+                source, destination = g.find_edges(np.arange(first, last), etype)
+                edges = torch.stack([torch.full_like(source, relation), source, destination]).numpy()
+                for query in self._make_queries((etype[0], etype[2]), edges):
                     answers.append(query[:, np.isin(make_keys(query), query_keys)])
 
-        edges_of_all = np.concatenate(gather_arrays(np.concatenate(answers, 1).T.copy(), g.session))
-        return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
+        # The collective concatenates rows, so each edge is sent as a row.
+        rank_answers = np.concatenate(answers, 1).T.copy()
+        all_answers = np.concatenate(gather_arrays(rank_answers, g.session))
+        return KnownEdges(*torch.from_numpy(all_answers.T.copy()))
 
     def _measure_split(
         self, decoder: Decoder, rows: Mapping[str, Tensor], split_edges: SplitEdges
@@ -679,19 +751,21 @@ class LinkEvaluation:
         """Return the metrics of a split by name. Every rank must call this."""
 
         def score_edges() -> tuple[Tensor, Tensor]:
+            """Return the ranks of all ends, and (2, Q) scores of the edges and of their random pairs."""
             ranks = [torch.empty(0)]
             scores = [torch.empty(2, 0)]
             for ntypes, edges in split_edges.items():
-                source, destination = (rows[ntype] for ntype in ntypes)
-                ranks += self._rank(decoder, source, destination, self._make_queries(ntypes, edges))
-                relation, u, *destinations = torch.from_numpy(edges).to(source.device)
-                pairs = [decoder(source[u], relation, destination[v]).cpu() for v in destinations]
-                scores.append(torch.stack(pairs))
-
+                ranks += self._rank(decoder, rows, ntypes, self._make_queries(ntypes, edges))
+                destination_rows = rows[ntypes[1]]
+                relation, source, *destinations = torch.from_numpy(edges).to(destination_rows.device)
+                source_rows = rows[ntypes[0]][source]
+                pairs = [decoder(source_rows, relation, destination_rows[ids]) for ids in destinations]
+                scores.append(torch.stack(pairs).cpu())
             return torch.cat(ranks), torch.cat(scores, 1)
 
         session = self.g.session
         ranks, scores = run_on_all_ranks(session, score_edges, ConfigError)
+        # The edges are positive, and the random pairs are negative.
         labels = torch.tensor([[1], [0]]).expand_as(scores).flatten()
         pair_metrics = {"auc": roc_auc, "roc_auc": roc_auc, "average_precision": average_precision}
 
@@ -707,23 +781,29 @@ class LinkEvaluation:
     def _rank(
         self,
         decoder: Decoder,
-        source: Tensor,
-        destination: Tensor,
+        rows: Mapping[str, Tensor],
+        ntypes: tuple[str, str],
         queries: Sequence[Array],
         after: AfterRanking | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the (Q,) ranks of destinations, then of sources if there are queries for them."""
+        """Yield the (Q,) ranks of destinations, then of sources if there are queries for them.
+
+        ``queries`` are those of :meth:`_make_queries`. ``after`` is called for destinations only.
+        """
+        source_rows, destination_rows = (rows[ntype] for ntype in ntypes)
 
         def score_objects(ids: Tensor, relation: Tensor) -> Tensor:
-            return decoder.all_objects(source[ids], relation.to(source.device), destination)
+            relation = relation.to(source_rows.device)
+            return decoder.all_objects(source_rows[ids], relation, destination_rows)
 
         def score_subjects(ids: Tensor, relation: Tensor) -> Tensor:
-            relation = relation.to(source.device) - len(self.g.canonical_etypes)
-            return decoder.all_subjects(destination[ids], relation, source)
+            relation = relation.to(source_rows.device) - len(self.g.canonical_etypes)
+            return decoder.all_subjects(destination_rows[ids], relation, source_rows)
 
-        ends = zip((score_objects, score_subjects), queries, (after, None), strict=False)
-        for score_all, query, hook in ends:
-            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true_edges, after=hook)
+        known = self._true_edges
+        yield rank_of_answer(score_objects, *torch.from_numpy(queries[0]), known=known, after=after)
+        if len(queries) == 2:
+            yield rank_of_answer(score_subjects, *torch.from_numpy(queries[1]), known=known)
 
 
 _EDGES_AT_ONCE = 1 << 22  # edges whose ends are read at a time
@@ -760,6 +840,7 @@ def link_loader(
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
     replaces_sources = all(etype[0] == etype[2] for etype in targets)
     options["negative_sampler"] = Uniform(negatives, "both" if replaces_sources else "tail")
+
     excludes_edges = opened.strategy.traits.excludes_edges
     if fanouts is None and not excludes_edges:
         raise ConfigError(
@@ -767,34 +848,37 @@ def link_loader(
             "of all nodes in each step. Use --strategy data_parallel, or a --model other than none."
         )
 
+    options |= {"batch_size": batch_size, "shuffle": True}
     if fanouts is None:
-        sampler = dgl.dataloading.NeighborSampler([0])  # one block without edges
-    else:
-        types = g.ntypes if inputs is None else inputs.feature_widths
-        columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
-        sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
+        one_empty_block = dgl.dataloading.NeighborSampler([0])
+        return opened.edge_loader(eids, one_empty_block, **options)
 
-    if fanouts is not None and excludes_edges:
+    if excludes_edges:
         options |= {"exclude": "reverse_id", "reverse_eids": _find_opposite_edges(g, targets)}
-    elif fanouts is not None and g.session.topology.rank == 0:
+    elif g.session.topology.rank == 0:
         log.warning(
             "strategy %s passes messages along all training edges, even those of the batch. "
             "Strategy data_parallel leaves the edges of each batch out.",
             g.session.strategy,
         )
 
-    return opened.edge_loader(eids, sampler, batch_size=batch_size, shuffle=True, **options)
+    columns = {ntype: [FEATURE] for ntype in g.ntypes}
+    if inputs is not None:
+        columns = {ntype: [inputs.feature] for ntype in inputs.feature_widths}
+    sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
+    return opened.edge_loader(eids, sampler, **options)
 
 
 def _find_opposite_edges(
     g: DistGraph, targets: Sequence[EdgeType]
 ) -> dict[EdgeType, dict[EdgeType, DistTensor]]:
     """Return the ids of the opposite edges of each target, by their type. Every rank must call this."""
-    reverse_types = find_reverse_types(g, targets)
-    return {
-        etype: {
-            reverse_type: reverse_edge_ids(g, etype, reverse_etype=reverse_type)
-            for reverse_type in [*([etype] if etype[0] == etype[2] else []), *reverse_types[etype]]
+    opposite_edges = {}
+    for etype, reverse_types in find_reverse_types(g, targets).items():
+        # An edge between nodes of one type may have its opposite edge in the same edge type.
+        opposite_types = [etype, *reverse_types] if etype[0] == etype[2] else reverse_types
+        opposite_edges[etype] = {
+            opposite_type: reverse_edge_ids(g, etype, reverse_etype=opposite_type)
+            for opposite_type in opposite_types
         }
-        for etype in targets
-    }
+    return opposite_edges

@@ -49,40 +49,41 @@ def f1(
         ConfigError: on all ranks, if ``average`` is invalid or shapes do not match.
     """
 
-    def count() -> Tensor:
+    def count_classes() -> Tensor:
+        """Return three rows of counts per class: correct predictions, predictions and labels."""
         if average not in ("macro", "micro"):
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
         if predicted.dtype == torch.bool:
             _check_pair(predicted, label, "labels")
             truth = label.to(torch.bool)
-            return torch.stack([rows.sum(0) for rows in (predicted & truth, predicted, truth)])
-
+            return torch.stack([(predicted & truth).sum(0), predicted.sum(0), truth.sum(0)])
         classes = _as_classes(predicted, label)
         class_rows = (label[classes == label], classes, label)
         class_counts = [torch.bincount(rows, minlength=num_classes) for rows in class_rows]
+        # ``bincount`` returns more than ``minlength`` counts for a larger class.
         if max(map(len, class_counts)) > num_classes:
             raise ConfigError(f"a class is not below num_classes={num_classes}. Pass the number of classes.")
         return torch.stack(class_counts)
 
-    counts = run_on_all_ranks(session, count, ConfigError)
-    hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
+    counts = run_on_all_ranks(session, count_classes, ConfigError)
+    counts = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
     if average == "micro":
-        hit = hit.sum()[None]
-        positive = positive.sum()[None]
-        true = true.sum()[None]
+        counts = counts.sum(1, keepdim=True)
 
-    occurs = (positive + true) > 0
+    num_correct, num_predicted, num_labels = counts
+    total = num_predicted + num_labels
+    occurs = total > 0
     if not bool(occurs.any()):
         return math.nan
-    return float((2 * hit[occurs] / (positive + true)[occurs]).mean())
+    return float((2 * num_correct[occurs] / total[occurs]).mean())
 
 
 def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     """Return the exact area under the ROC curve over all ranks. Ties count 1/2.
 
-    Every rank counts its positives among the negatives of all ranks, so only the scores of the negatives are
-    sent (W-1 copies), and the result is a quotient of integers. It is NaN if one class has no row. For (B, C)
-    scores, it is the mean over the columns that have both classes.
+    Each rank compares its positives with the negatives of all ranks. So only the scores of the negatives are
+    sent (W-1 copies), and the result is a quotient of integers. The result is NaN if one class has no row.
+    For (B, C) scores, it is the mean over the columns that have both classes.
 
     Args:
         score: (B,) or (B, C) floating-point scores, finite.
@@ -98,8 +99,8 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
 def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
     """Return the exact average precision over all ranks: the mean precision at the scores of the positives.
 
-    All scores are sent (W-1 copies). It is NaN without positives. For (B, C) scores, it is the mean over the
-    columns that have positives. Arguments and errors are those of :func:`roc_auc`.
+    All scores are sent (W-1 copies). The result is NaN without positives. For (B, C) scores, it is the mean
+    over the columns that have positives. See :func:`roc_auc` for the arguments and errors.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
     return _average_columns(_average_precision, score.detach(), label.to(torch.bool), session)
@@ -108,32 +109,44 @@ def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
 def _average_columns(
     metric: Callable[[Tensor, Tensor, Session], float], score: Tensor, label: Tensor, session: Session
 ) -> float:
-    columns = [(score, label)] if score.dim() == 1 else zip(score.T, label.T, strict=True)
-    values = [metric(column, truth, session) for column, truth in columns]
-    values = [value for value in values if not math.isnan(value)]
+    """Return the mean of ``metric`` over the columns where its value is a number. NaN without any."""
+    if score.dim() == 1:
+        return metric(score, label, session)
+    values = []
+    for column_scores, column_labels in zip(score.T, label.T, strict=True):
+        value = metric(column_scores, column_labels, session)
+        if not math.isnan(value):
+            values.append(value)
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
-    split = positive, ~positive
-    positive_scores, negative_scores = (_gather_sorted(score[rows], session) for rows in split)
-    hits = len(positive_scores) - torch.searchsorted(positive_scores, positive_scores)
-    misses = len(negative_scores) - torch.searchsorted(negative_scores, positive_scores)
-    return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
+def _average_precision(score: Tensor, is_positive: Tensor, session: Session) -> float:
+    """Return the mean over all positives of the precision among the rows that score at least as high."""
+    positive_scores = _gather_sorted(score[is_positive], session)
+    negative_scores = _gather_sorted(score[~is_positive], session)
+    if not len(positive_scores):
+        return math.nan
+
+    # For each positive, count the rows with a score that is at least as high.
+    num_positives = len(positive_scores) - torch.searchsorted(positive_scores, positive_scores)
+    num_negatives = len(negative_scores) - torch.searchsorted(negative_scores, positive_scores)
+    return float((num_positives.double() / (num_positives + num_negatives)).mean())
 
 
-def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
+def _roc_auc(score: Tensor, is_positive: Tensor, session: Session) -> float:
     """Return the share of (positive, negative) pairs over all ranks in which the positive scores higher.
 
-    Ties count half, so twice the number of wins is an integer. NaN without a pair.
+    A tie counts half. NaN without a pair.
     """
-    negative_scores = _gather_sorted(score[~positive], session)
-    local_scores = score[positive].double().cpu()
-    below = torch.searchsorted(negative_scores, local_scores, right=False).sum()
-    below_or_equal = torch.searchsorted(negative_scores, local_scores, right=True).sum()
-    counts = torch.stack([below + below_or_equal, torch.tensor(len(local_scores))])
-    twice_wins, num_positive = sum_over_ranks(counts, session, phase=PHASE).tolist()
-    num_pairs = num_positive * len(negative_scores)
+    negative_scores = _gather_sorted(score[~is_positive], session)
+    positive_scores = score[is_positive].double().cpu()
+
+    # The sum counts a lower negative twice and a tie once, so it is an integer.
+    num_lower = torch.searchsorted(negative_scores, positive_scores, right=False).sum()
+    num_lower_or_equal = torch.searchsorted(negative_scores, positive_scores, right=True).sum()
+    counts = torch.stack([num_lower + num_lower_or_equal, torch.tensor(len(positive_scores))])
+    twice_wins, num_positives = sum_over_ranks(counts, session, phase=PHASE).tolist()
+    num_pairs = num_positives * len(negative_scores)
     return twice_wins / (2 * num_pairs) if num_pairs else math.nan
 
 
@@ -152,7 +165,8 @@ def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
 
 def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session) -> float:
     run_on_all_ranks(session, lambda: _check_pair(predicted, target, "targets"), ConfigError)
-    return _mean((predicted.detach().double() - target.double()).abs() ** power, session)
+    errors = (predicted.detach().double() - target.double()).abs()
+    return _mean(errors**power, session)
 
 
 def _mean(values: Tensor, session: Session) -> float:
@@ -161,10 +175,10 @@ def _mean(values: Tensor, session: Session) -> float:
     return total / count if count else math.nan
 
 
-def _check_pair(predicted: Tensor, target: Tensor, kind: str) -> None:
+def _check_pair(predicted: Tensor, target: Tensor, noun: str) -> None:
+    # Without this check, (B, 1) predictions and (B,) targets would be broadcast to all pairs of rows.
     if predicted.shape != target.shape:
-        # (B, 1) against (B,) would be broadcast to all pairs of rows.
-        raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {kind}")
+        raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {noun}")
 
 
 def _check_scores(score: Tensor, label: Tensor) -> None:
@@ -174,7 +188,8 @@ def _check_scores(score: Tensor, label: Tensor) -> None:
 
 def _gather_sorted(values: Tensor, session: Session) -> Tensor:
     """Return the values of all ranks in ascending order, float64."""
-    return torch.from_numpy(np.sort(np.concatenate(gather_arrays(values.double().cpu().numpy(), session))))
+    rank_values = gather_arrays(values.double().cpu().numpy(), session)
+    return torch.from_numpy(np.sort(np.concatenate(rank_values)))
 
 
 def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
@@ -211,15 +226,22 @@ class KnownEdges:
         relations = _read_ids(relation, "relation")
         answers = _read_ids(answer, "answer")
         _check_lengths(subjects, relations, answers, "edges")
+
+        # A key is a pair of relation and subject as one number.
         self._num_subjects = 1 + int(subjects.max(initial=-1))
-        if self._num_subjects * (1 + int(relations.max(initial=-1))) >= 2**63:
+        num_relations = 1 + int(relations.max(initial=-1))
+        if self._num_subjects * num_relations >= 2**63:
             raise ConfigError("pairs of subject and relation exceed 63 bits. Renumber them from 0.")
         keys = relations * self._num_subjects + subjects
+
+        # Sort the edges by key, and keep one of equal edges.
         order = np.lexsort((answers, keys))
-        keys, answers = keys[order], answers[order]
+        keys = keys[order]
+        answers = answers[order]
         is_new = np.ones(len(keys), dtype=bool)
         is_new[1:] = (keys[1:] != keys[:-1]) | (answers[1:] != answers[:-1])
-        self._keys, self._answers = keys[is_new], answers[is_new]
+        self._keys = keys[is_new]
+        self._answers = answers[is_new]
 
     def __len__(self) -> int:
         """Number of distinct edges."""
@@ -231,12 +253,15 @@ class KnownEdges:
         relations = _read_ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
 
-        # The key of an unknown larger subject would belong to the next relation.
+        # A subject above all known ones has no answers. Its key would belong to the next relation.
         keys[subjects >= self._num_subjects] = -1
         starts = np.searchsorted(self._keys, keys, side="left")
-        counts = np.searchsorted(self._keys, keys, side="right") - starts
-        rows = np.repeat(np.arange(len(keys)), counts)
-        positions = np.arange(len(rows)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        num_answers = np.searchsorted(self._keys, keys, side="right") - starts
+        rows = np.repeat(np.arange(len(keys)), num_answers)
+
+        # The answers of a row lie side by side, from ``starts`` on.
+        first_results = np.cumsum(num_answers) - num_answers
+        positions = np.arange(len(rows)) + np.repeat(starts - first_results, num_answers)
         return torch.from_numpy(rows), torch.from_numpy(self._answers[positions])
 
 
@@ -273,8 +298,8 @@ def rank_of_answer(
     There are Q queries, and each is a subject, a relation and an answer. Q may be 0.
 
     Args:
-        score_all: Function that scores all candidates. Its result is overwritten. Candidate ``a`` is
-            column ``a``.
+        score_all: Function that scores all candidates. The returned tensor is overwritten. Candidate ``a``
+            is column ``a``.
         subject: (Q,) int64 subjects.
         relation: (Q,) int64 relations.
         answer: (Q,) int64 answers, each a column of the scores.
@@ -293,35 +318,42 @@ def rank_of_answer(
     _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
         raise ConfigError(f"answer {int(answer.min())} is negative. An answer is the index of a score.")
+
     ranks = torch.empty(len(answer), dtype=torch.float64)
     start = 0
+    # The first query is scored alone, because only its scores tell the number of candidates.
     batch_size = 1
     while start < len(answer):
         queries = slice(start, start + batch_size)
         with torch.no_grad():
             scores = score_all(subject[queries], relation[queries])
-        known_answers = None if known is None else known.find_answers(subject[queries], relation[queries])
+
+        known_answers = None
+        if known is not None:
+            known_answers = known.find_answers(subject[queries], relation[queries])
         positive, negatives = _remove_known(scores.detach(), answer[queries], known_answers)
         ranks[queries] = _compute_ranks(positive, negatives).cpu()
         if after is not None:
             after(positive, negatives)
 
-        # The first query is scored alone, because only its scores tell the number of candidates.
-        start = start + batch_size
+        start += batch_size
         batch_size = max(1, max_scores // max(1, scores.shape[1]))
 
     return ranks
 
 
 def mrr(ranks: Tensor, session: Session) -> float:
-    """Return the mean reciprocal rank of all ranks' (Q,) ``ranks``, or NaN. Every rank must call this."""
+    """Return the mean of 1 / rank over the queries of all processes, NaN without any. All must call this.
+
+    ``ranks`` are the (Q,) results of :func:`rank_of_answer` for the queries of this process.
+    """
     return _mean(1.0 / ranks.to(torch.float64), session)
 
 
 def hits_at(k: int, ranks: Tensor, session: Session) -> float:
-    """Return the share of all ranks' (Q,) ``ranks`` up to ``k``, or NaN without any. All ranks call this.
+    """Return the share of ``ranks`` up to ``k`` over the queries of all processes, see :func:`mrr`.
 
-    Raises ConfigError on all ranks, if ``k`` is below 1.
+    Raises ConfigError on all processes, if ``k`` is below 1.
     """
 
     def find_hits() -> Tensor:
@@ -329,7 +361,8 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
             raise ConfigError(f"k={k} must be at least 1")
         return (ranks <= k).to(torch.float64)
 
-    return _mean(run_on_all_ranks(session, find_hits, ConfigError), session)
+    hits = run_on_all_ranks(session, find_hits, ConfigError)
+    return _mean(hits, session)
 
 
 def _remove_known(
@@ -340,38 +373,42 @@ def _remove_known(
     ``scores`` are overwritten. Raises ConfigError if a score is NaN or an answer has no column.
     """
     _refuse_nan(scores)
-    columns = answer.to(scores.device)
-    id_columns = [answer] if known_answers is None else [answer, known_answers[1]]
-    largest = max((int(ids.max()) for ids in id_columns if len(ids)), default=-1)
+    known_rows = known_columns = torch.empty(0, dtype=torch.int64)
+    if known_answers is not None:
+        known_rows, known_columns = known_answers
+    all_columns = torch.cat([answer.cpu(), known_columns])
+    largest = int(all_columns.max()) if len(all_columns) else -1
     if largest >= scores.shape[1]:
         raise ConfigError(f"answer {largest} is beyond the {scores.shape[1]} candidates. Score all of them.")
     rows = torch.arange(len(scores), device=scores.device)
+    columns = answer.to(scores.device)
     positive = scores[rows, columns]
 
     # NaN is neither above nor equal to any score, so these columns do not count.
-    if known_answers is not None:
-        scores[known_answers[0].to(scores.device), known_answers[1].to(scores.device)] = math.nan
+    scores[known_rows.to(scores.device), known_columns.to(scores.device)] = math.nan
     scores[rows, columns] = math.nan
     return positive, scores
 
 
 def _compute_ranks(positive: Tensor, negatives: Tensor) -> Tensor:
-    above = (negatives > positive[:, None]).sum(1)
-    equal = (negatives == positive[:, None]).sum(1)
-    return 1.0 + above.to(torch.float64) + 0.5 * equal.to(torch.float64)
+    num_above = (negatives > positive[:, None]).sum(1)
+    num_equal = (negatives == positive[:, None]).sum(1)
+    # The best rank is 1. An equal score counts half, as if ties were ordered at random.
+    return 1.0 + num_above.to(torch.float64) + 0.5 * num_equal.to(torch.float64)
 
 
-def _check_lengths(subject: Sized, relation: Sized, answer: Sized, kind: str) -> None:
+def _check_lengths(subject: Sized, relation: Sized, answer: Sized, noun: str) -> None:
     if not len(subject) == len(relation) == len(answer):
         raise ConfigError(
             f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers do not form one "
-            f"list of {kind}. Pass columns of one length."
+            f"list of {noun}. Pass columns of one length."
         )
 
 
 def _refuse_nan(*scores: Tensor) -> None:
-    if any(bool(torch.isnan(tensor).any()) for tensor in scores):
-        raise ConfigError("a score is NaN and cannot be ranked. Check the model for its source.")
+    for tensor in scores:
+        if bool(torch.isnan(tensor).any()):
+            raise ConfigError("a score is NaN and cannot be ranked. Check the model for its source.")
 
 
 def _read_ids(ids: Tensor, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

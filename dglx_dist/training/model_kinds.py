@@ -63,10 +63,10 @@ def list_kinds(option: str) -> str:
     return ", ".join(name for name in KINDS if has_option(name, option))
 
 
-def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, which suggests the nearest name, unless ``kind`` is one of ``known``."""
+def check_kind(model: str, known: Iterable[str] = MODEL_KINDS) -> None:
+    """Raise UnknownNameError, which suggests the nearest name, if ``model`` is not one of ``known``."""
     known = tuple(known)
-    if kind not in known:
+    if model not in known:
         raise UnknownNameError(
-            f"there is no model {kind!r}{suggest_name(kind, known)} (known: {', '.join(known)})"
+            f"there is no model {model!r}{suggest_name(model, known)} (known: {', '.join(known)})"
         )

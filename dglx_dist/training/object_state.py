@@ -44,7 +44,6 @@ def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], d
             "kind": type(stateful).__name__,
             "value": _encode(f"state[{name!r}]", name, stateful.state_dict(), tensors),
         }
-
     return tensors, values
 
 
@@ -64,10 +63,11 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
     if value is None or type(value) in (bool, int, float, str):
         return value
     if _MAPPINGS.get(class_name) is type(value) and isinstance(value, Mapping):
-        for key in value:
+        entries: list[Any] = []
+        for key, item in value.items():
             if type(key) not in (bool, int, float, str, type(None)):
                 raise CheckpointError(f"{path} has a key {key!r} of type {type(key).__name__}. Use strings.")
-        entries = [[key, _encode(f"{path}[{key!r}]", name, item, tensors)] for key, item in value.items()]
+            entries.append([key, _encode(f"{path}[{key!r}]", name, item, tensors)])
         return {"mapping": class_name, "items": entries}
 
     if isinstance(value, list | tuple | set) and _SEQUENCES.get(class_name) is type(value):
@@ -81,10 +81,12 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
     """Return the entry of ``state.json``, with ``per_rank`` if states differ. Every rank must call this."""
-    digests = {name: crc32(view_bytes(value.detach().cpu().contiguous())) for name, value in tensors.items()}
-    ranks = gather_json({"values": values, "digests": digests}, session)
-    if any(rank != ranks[0] for rank in ranks):
-        return {"per_rank": [rank["values"] for rank in ranks], "strategy": session.strategy}
+    checksums = {}
+    for name, tensor in tensors.items():
+        checksums[name] = crc32(view_bytes(tensor.detach().cpu().contiguous()))
+    states = gather_json({"values": values, "checksums": checksums}, session)
+    if any(state != states[0] for state in states):
+        return {"per_rank": [state["values"] for state in states], "strategy": session.strategy}
     return {"values": values}
 
 
@@ -96,30 +98,36 @@ def find_prefix(entry: Mapping[str, Any], rank: int) -> str:
 def select_values(
     path: object, entry: Mapping[str, Any], objects: Mapping[str, Stateful], session: Session
 ) -> Mapping[str, Any]:
-    """Return the saved values of this rank. Raise CheckpointError unless they belong to ``objects``."""
-    saved = entry["per_rank"] if "per_rank" in entry else [entry.get("values", {})]
-    if objects.keys() != saved[0].keys():
+    """Return the saved values of this rank. Raise CheckpointError if ``objects`` are not the saved ones."""
+    is_per_rank = "per_rank" in entry
+    saved_states = [entry.get("values", {})]
+    index = 0
+    if is_per_rank:
+        saved_states = entry["per_rank"]
+        index = session.topology.rank
+    if objects.keys() != saved_states[0].keys():
         raise CheckpointError(
-            f"{path} has state of {sorted(saved[0]) or 'no objects'}, but state= has {sorted(objects)}. Pass "
-            "the objects of the saved run under the same names."
+            f"{path} has state of {sorted(saved_states[0]) or 'no objects'}, but state= has "
+            f"{sorted(objects)}. Pass the objects of the saved run under the same names."
         )
 
-    if "per_rank" in entry:
-        size = session.topology.world_size
-        if len(saved) != size or entry["strategy"] != session.strategy:
-            raise CheckpointError(
-                f"{path} has different states of {sorted(objects)} on {len(saved)} ranks of strategy "
-                f"{entry['strategy']!r}. Load it on as many ranks, with that strategy (not on {size} ranks "
-                f"with {session.strategy!r})."
-            )
+    num_ranks = session.topology.world_size
+    if is_per_rank and (len(saved_states) != num_ranks or entry["strategy"] != session.strategy):
+        raise CheckpointError(
+            f"{path} has different states of {sorted(objects)} on {len(saved_states)} ranks of strategy "
+            f"{entry['strategy']!r}. Load it on as many ranks, with that strategy (not on {num_ranks} ranks "
+            f"with {session.strategy!r})."
+        )
 
-    values: Mapping[str, Any] = saved[session.topology.rank if "per_rank" in entry else 0]
+    # Another number of ranks was rejected above, so there is an entry for each rank.
+    values: Mapping[str, Any] = saved_states[index]
     for name, stateful in objects.items():
-        if (kind := type(stateful).__name__) != values[name]["kind"]:
+        class_name = type(stateful).__name__
+        saved_name = values[name]["kind"]
+        if class_name != saved_name:
             raise CheckpointError(
-                f"state[{name!r}] of {path} is a {values[name]['kind']}, not a {kind}. Build the same object."
+                f"state[{name!r}] of {path} is a {saved_name}, not a {class_name}. Build the same object."
             )
-
     return values
 
 
@@ -158,33 +166,36 @@ def check_optimizer(
     module: nn.Module,
     tensors: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError unless the saved state fits ``optimizer``. None is not checked."""
+    """Raise CheckpointError if the saved state does not fit ``optimizer``. None fits every state.
+
+    Raises ValueError if the checkpoint has state of a parameter that is in none of its groups.
+    """
     if optimizer is None:
         return
     if saved is None:
         raise CheckpointError(f"{path} has no optimizer. Load it without an optimizer.")
-    kind = type(optimizer).__name__
-    if kind != saved["kind"]:
+    class_name = type(optimizer).__name__
+    if class_name != saved["kind"]:
         raise CheckpointError(
-            f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load no optimizer."
+            f"the checkpoint's optimizer is {saved['kind']}, not {class_name}. Use the same, or load no "
+            "optimizer."
         )
 
     names = _name_parameters(optimizer, module)
     groups = optimizer.state_dict()["param_groups"]
-    current = [sorted(names[position] for position in group["params"]) for group in groups]
-    saved_groups = [sorted(group["params"]) for group in saved["groups"]]
-    if current != saved_groups:
-        group_index = next(index for index, (a, b) in enumerate(zip_longest(current, saved_groups)) if a != b)
-        raise CheckpointError(
-            f"parameter group {group_index} of the optimizer has other parameters than in the checkpoint. "
-            "Build it from the same parameters."
-        )
+    group_names = [sorted(names[position] for position in group["params"]) for group in groups]
+    saved_names = [sorted(group["params"]) for group in saved["groups"]]
+    for index, (current, expected) in enumerate(zip_longest(group_names, saved_names)):
+        if current != expected:
+            raise CheckpointError(
+                f"parameter group {index} of the optimizer has other parameters than in the checkpoint. "
+                "Build it from the same parameters."
+            )
 
-    unknown = {_parameter_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(
-        chain.from_iterable(saved_groups)
-    )
-    if unknown:
-        raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
+    stateful_names = {_parameter_name(path) for path in tensors} | saved["scalars"].keys()
+    unknown_names = stateful_names.difference(*saved_names)
+    if unknown_names:
+        raise ValueError(f"the optimizer has state of {min(unknown_names)!r}, which is no parameter")
 
 
 def join_optimizer(
@@ -192,39 +203,47 @@ def join_optimizer(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Join the results of :func:`split_optimizer` to the state of the uncut model. All ranks call this.
 
-    A rank without columns, whose piece never had a gradient, may lack a tensor. Zeros replace it. Values that
-    exist once per parameter, such as steps, come from the lowest rank.
+    Each rank has a slice of some parameters. A rank may lack the tensors of a slice without columns, which
+    never had a gradient. Zeros replace these tensors. Values that exist once per parameter, such as steps,
+    come from the lowest rank.
     """
     if not isinstance(model, WrappedModel) or not model.parts.local:
         return dict(tensors), dict(plain)
-    local_names = set(model.parts.local)
-    pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local_names}
-    piece_tensors = {path: value for path, value in tensors.items() if _parameter_name(path) in pieces}
-    scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
-    own_tensors = {}
-    for path, value in piece_tensors.items():
-        # The values are only needed if the tensor is not split like the parameter.
-        values = None if value.shape == pieces[_parameter_name(path)].shape else value.tolist()
-        own_tensors[path] = {"dtype": format_dtype(value), "values": values}
 
-    described: dict[str, Any] = {}
-    for rank_state in reversed(gather_json({"tensors": own_tensors, "scalars": scalars}, session)):
+    sliced_names = set(model.parts.local)
+    slices = {name: value for name, value in model.module.named_parameters() if name in sliced_names}
+    scalars = {name: values for name, values in plain["scalars"].items() if name in slices}
+    joined = {}
+    slice_tensors = {}
+    descriptions = {}
+    for path, value in tensors.items():
+        name = _parameter_name(path)
+        if name not in slices:
+            joined[path] = value
+            continue
+        slice_tensors[path] = value
+        # The values are only needed if the tensor is not split like the parameter.
+        is_slice = value.shape == slices[name].shape
+        descriptions[path] = {"dtype": format_dtype(value), "values": None if is_slice else value.tolist()}
+
+    # A later rank in this loop overwrites an earlier one, so the lowest rank comes last.
+    for rank_state in reversed(gather_json({"tensors": descriptions, "scalars": scalars}, session)):
         assert isinstance(rank_state, dict)
-        described |= rank_state["tensors"]
+        descriptions |= rank_state["tensors"]
         scalars |= rank_state["scalars"]
 
-    joined = {path: value for path, value in tensors.items() if path not in piece_tensors}
     # Each join is collective, so every rank goes through them in the same order.
-    for path in sorted(described):
-        dtype = parse_dtype(described[path]["dtype"])
-        values = described[path]["values"]
+    for path in sorted(descriptions):
+        dtype = parse_dtype(descriptions[path]["dtype"])
+        values = descriptions[path]["values"]
         if values is not None:
             joined[path] = torch.tensor(values, dtype=dtype)
             continue
-        piece = piece_tensors.get(path)
-        if piece is None:
-            piece = torch.zeros_like(pieces[_parameter_name(path)], dtype=dtype, requires_grad=False)
-        joined[path] = model.join_state(_parameter_name(path), piece)
+        name = _parameter_name(path)
+        rows = slice_tensors.get(path)
+        if rows is None:
+            rows = torch.zeros_like(slices[name], dtype=dtype, requires_grad=False)
+        joined[path] = model.join_state(name, rows)
 
     return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
 
@@ -251,18 +270,18 @@ def split_optimizer(
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for position, entries in state["state"].items():
-        scalars[names[position]] = {}
+        name = names[position]
+        scalars[name] = {}
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[position]}/{key}"] = value
+                tensors[f"{name}/{key}"] = value
             else:
-                scalars[names[position]][key] = _to_json(f"{names[position]}/{key}", value)
+                scalars[name][key] = _to_json(f"{name}/{key}", value)
 
-    groups = [
-        {key: _to_json(key, value) for key, value in group.items() if key != "params"}
-        | {"params": [names[position] for position in group["params"]]}
-        for group in state["param_groups"]
-    ]
+    groups = []
+    for group in state["param_groups"]:
+        settings = {key: _to_json(key, value) for key, value in group.items() if key != "params"}
+        groups.append(settings | {"params": [names[position] for position in group["params"]]})
     return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
 
 
@@ -273,27 +292,26 @@ def build_optimizer_state(
     plain: dict[str, Any],
 ) -> dict[str, Any]:
     """Undo :func:`split_optimizer`. Return the state that the optimizer loads."""
-    position_of = {name: position for position, name in _name_parameters(optimizer, model).items()}
-    state: dict[int, dict[str, Any]] = {
-        position_of[name]: {key: _from_json(value) for key, value in scalars.items()}
-        for name, scalars in plain["scalars"].items()
-    }
+    # The saved state refers to parameters by name, and torch's state by position. The order of the parameters
+    # depends on the strategy.
+    positions = {name: position for position, name in _name_parameters(optimizer, model).items()}
+    state: dict[int, dict[str, Any]] = {}
+    for name, scalars in plain["scalars"].items():
+        state[positions[name]] = {key: _from_json(value) for key, value in scalars.items()}
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
-        state[position_of[name]][key] = tensor
+        state[positions[name]][key] = tensor
     groups = []
-    for group, current_group in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
-        values = {key: _from_json(value) for key, value in group.items() if key != "params"}
-        # Strategies may list parameters in another order. The saved state refers to them by name, and torch's
-        # by position.
-        groups.append(values | {"params": current_group["params"]})
-        _check_group(optimizer, len(groups) - 1, values, state)
-
+    current_groups = optimizer.state_dict()["param_groups"]
+    for index, (group, current_group) in enumerate(zip(plain["groups"], current_groups, strict=True)):
+        settings = {key: _from_json(value) for key, value in group.items() if key != "params"}
+        _check_group(optimizer, index, settings, state)
+        groups.append(settings | {"params": current_group["params"]})
     return {"state": state, "param_groups": groups}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load ``state`` with the dtypes of its tensors. Torch would convert them to the parameters' dtype."""
+    """Load ``state`` with the dtypes of its tensors. Torch would convert most to the parameters' dtype."""
     optimizer.load_state_dict(state)
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for position, parameter in enumerate(parameters):
@@ -304,46 +322,65 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def _check_group(
-    optimizer: torch.optim.Optimizer, index: int, values: Mapping[str, Any], state: Mapping[int, Any]
+    optimizer: torch.optim.Optimizer, index: int, settings: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:
-    """Raise ValueError unless the optimizer can continue with these settings and states of a group."""
+    """Raise ValueError if the optimizer cannot continue with these settings and states of a group."""
     group = optimizer.param_groups[index]
-    positions = optimizer.state_dict()["param_groups"][index]["params"]
-    for key, value in values.items():
-        kind = bool if isinstance(group.get(key), bool) else float | int | Tensor
-        if isinstance(group.get(key), bool | float) and not isinstance(value, kind):
+    for key, value in settings.items():
+        allowed_type = bool if isinstance(group.get(key), bool) else float | int | Tensor
+        if isinstance(group.get(key), bool | float) and not isinstance(value, allowed_type):
             raise ValueError(f"{key!r} of the optimizer is {value!r}")
 
-    if "lr" in group and not 0 <= float(values["lr"]) <= _LARGEST:
-        raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
-    is_known = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
-    if not is_known or type(optimizer) is torch.optim.LBFGS:
+    if "lr" in group and not 0 <= float(settings["lr"]) <= _LARGEST:
+        raise ValueError(f"'lr' of the optimizer is {settings['lr']!r}")
+    is_from_torch = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    if not is_from_torch or type(optimizer) is torch.optim.LBFGS:
         return
 
-    # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
-    probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in group["params"]}
-    for parameter in probes.values():
-        ones = torch.ones_like(parameter)
-        parameter.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
-    options = inspect.signature(type(optimizer)).parameters
-    try:
-        settings: Any = {name: value for name, value in values.items() if name in options}
-        probe = type(optimizer)(list(probes.values()), **settings)
-        probe.step()
-    except Exception as error:
-        kind = type(optimizer).__name__
-        raise ValueError(f"{kind} does not take the saved settings: {error}") from error
-
+    # A parameter of each dimension stands for all of that dimension, with the size 2 along each axis.
+    examples: dict[int, Tensor] = {}
+    for parameter in group["params"]:
+        shape = (2,) * parameter.dim()
+        examples[parameter.dim()] = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    example_state = _take_example_step(type(optimizer), examples, settings)
+    positions = optimizer.state_dict()["param_groups"][index]["params"]
     for position, parameter in zip(positions, group["params"], strict=True):
-        saved = state.get(position) or {}
-        for key, example in probe.state[probes[parameter.dim()]].items() if saved else ():
-            example_shape, shape = (getattr(value, "shape", None) for value in (example, saved[key]))
+        saved = state.get(position)
+        # A parameter that never had a gradient has no state.
+        if not saved:
+            continue
+        for key, example in example_state[examples[parameter.dim()]].items():
+            example_shape = getattr(example, "shape", None)
+            shape = getattr(saved[key], "shape", None)
+            is_wrong_type = (example_shape is None) != (shape is None)
             is_like_parameter = example_shape == (2,) * parameter.dim()
-            if (example_shape is None) != (shape is None) or (is_like_parameter and shape != parameter.shape):
+            if is_wrong_type or (is_like_parameter and shape != parameter.shape):
                 raise ValueError(f"{key!r} of the optimizer's state has shape {shape}")
 
 
+def _take_example_step(
+    optimizer_type: type[Any], examples: Mapping[int, Tensor], settings: Mapping[str, Any]
+) -> Mapping[Tensor, Any]:
+    """Return the state of a new optimizer after a step on ``examples``. ValueError if the step fails.
+
+    Torch checks the arguments of an optimizer, but not the values of a loaded group.
+    """
+    for parameter in examples.values():
+        gradient = torch.ones_like(parameter)
+        parameter.grad = gradient.to_sparse() if optimizer_type is torch.optim.SparseAdam else gradient
+    arguments = inspect.signature(optimizer_type).parameters
+    try:
+        options = {name: value for name, value in settings.items() if name in arguments}
+        optimizer = optimizer_type(list(examples.values()), **options)
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(f"{optimizer_type.__name__} does not take the saved settings: {error}") from error
+    state: Mapping[Tensor, Any] = optimizer.state
+    return state
+
+
 def _name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by its position. One that ``model`` does not have gets a number."""
     names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {index: names_by_id.get(id(parameter), f"#{index}") for index, parameter in enumerate(parameters)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -25,7 +25,7 @@ from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, E
 from dglx_dist.strategies.base import open_strategy
 from dglx_dist.training.config import LINK, list_metrics
 from dglx_dist.training.inference import evaluating, gather_module
-from dglx_dist.training.metrics import average_precision, hits_at, mrr, roc_auc
+from dglx_dist.training.metrics import average_precision, hits_at, mrr, rank_of_positive, roc_auc
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import gather_input_rows
 
@@ -42,9 +42,9 @@ class TemporalLinks:
 
     Edges up to the first of the two times are for training, later ones up to the second time for validation,
     and the others for testing. Edges without a time are in no split. Every pair is scored from edges before
-    its time, so no edge of the future, of the same moment, or of the batch is sampled. A validation or test
-    edge is ranked among its destination and 50 random ones, keyed by the edge, at its time. The results do
-    not depend on the number of ranks. Every rank must construct this.
+    its time, so no edge of the future, of that moment, or of the batch is sampled. The destination of a
+    validation or test edge is ranked among 50 random nodes, which the id of the edge determines. The results
+    do not depend on the number of ranks. Every rank must construct this.
 
     Args:
         targets: Edge types to predict.
@@ -74,18 +74,19 @@ class TemporalLinks:
         self.inputs = inputs
         self.metrics = list_names(metrics) or list_metrics(LINK, ())
         self._time = time
-        self._dtype = run_on_all_ranks(g.session, self._check_times, ConfigError)
-        types = g.ntypes if inputs is None else inputs.feature_widths
-        columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
+        self._dtype = run_on_all_ranks(g.session, self._find_time_dtype, ConfigError)
+        columns = {ntype: [FEATURE] for ntype in g.ntypes}
+        if inputs is not None:
+            columns = {ntype: [inputs.feature] for ntype in inputs.feature_widths}
         self._sampler = TemporalNeighborSampler(list(fanouts), time, prefetch_node_feats=columns)
-        ends = [-np.inf, *split_times, np.inf]
-        self._edges = {
-            name: {etype: self._find_edges(etype, name, *ends[side : side + 2]) for etype in targets}
-            for side, name in enumerate(SPLITS)
-        }
-        counts = [sum(map(len, edges.values())) for edges in self._edges.values()]
-        self._counts = dict(zip(SPLITS, gather_int64(counts, g.session).sum(axis=0), strict=True))
-        if not self._counts[TRAIN]:
+
+        self._edges: dict[str, dict[EdgeType, Tensor]] = {}
+        for split, (start, end) in zip(SPLITS, pairwise([-np.inf, *split_times, np.inf]), strict=True):
+            self._edges[split] = {etype: self._find_edges(etype, split, start, end) for etype in targets}
+        num_owned = [sum(map(len, edges.values())) for edges in self._edges.values()]
+        num_edges = gather_int64(num_owned, g.session).sum(axis=0)
+        self._num_edges = dict(zip(SPLITS, num_edges, strict=True))
+        if not self._num_edges[TRAIN]:
             raise ConfigError(
                 f"no edge has a time up to {split_times[0]}, so there is none to train on. Choose a later "
                 "first time of --split-time."
@@ -111,23 +112,24 @@ class TemporalLinks:
         module: Any = gather_module(model)
         metrics: dict[str, float] = {}
         for split in (VALIDATION, TEST):
-            if not self._counts[split]:
+            if not self._num_edges[split]:
                 continue
             if split not in self._loaders:
                 candidates = Uniform(_NUM_CANDIDATES, "tail")
                 options = self._describe_loader(split, candidates)
                 self._loaders[split] = DistEdgeDataLoader(self.g, **options, batch_size=256)
-
             with evaluating(module):
                 positive, negative = self._score(module, self._loaders[split])
-            values = {name: self._compute_metric(name, positive, negative) for name in self.metrics}
-            metrics |= {f"{split.removesuffix('_mask')}_{name}": value for name, value in values.items()}
-
+            for name in self.metrics:
+                value = self._compute_metric(name, positive, negative)
+                metrics[f"{split.removesuffix('_mask')}_{name}"] = value
         return metrics
 
-    def _check_times(self) -> str:
+    def _find_time_dtype(self) -> str:
+        """Return the dtype of the times. Raise ConfigError if an edge type has none."""
         columns = find_time_columns(self.g.dataset.manifest, self._time, None)
-        if missing := [etype for etype in self.g.canonical_etypes if etype not in columns.edges]:
+        missing = [etype for etype in self.g.canonical_etypes if etype not in columns.edges]
+        if missing:
             raise ConfigError(
                 f"edges of {', '.join(map(str, missing))} have no times {self._time!r}, so models would see "
                 "those of the future. Add the column to all edge types, and partition again."
@@ -138,17 +140,18 @@ class TemporalLinks:
         times = self.g.edges[etype].data[self._time][torch.from_numpy(ids)]
         return view_as_numpy(times).astype(self._dtype)
 
-    def _find_edges(self, etype: EdgeType, name: str, after: float, until: float) -> Tensor:
-        """Return the ids of this rank's share of the edges later than ``after``, up to ``until``."""
+    def _find_edges(self, etype: EdgeType, split: str, start: float, end: float) -> Tensor:
+        """Return the ids of this rank's share of the edges later than ``start``, up to ``end``."""
         policy = self.g.get_edge_partition_policy(etype)
 
         def mark_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
-            first, last = (int(bound) for bound in policy.bounds[policy.part_id : policy.part_id + 2])
+            first = int(policy.bounds[policy.part_id])
+            last = int(policy.bounds[policy.part_id + 1])
             times = self._read_times(etype, np.arange(first, last))
-            is_marked = (to_keys(times) != NEVER) & (times > after) & (times <= until)
+            is_marked = (to_keys(times) != NEVER) & (times > start) & (times <= end)
             return torch.from_numpy(is_marked)
 
-        name = f"{name} by {self._time}"
+        name = f"{split} by {self._time}"
         mask = DistTensor((self.g.num_edges(etype),), torch.bool, name, mark_rows, policy, graph=self.g)
         ids = edge_split(mask, self.g.get_partition_book(), etype)
         mask.delete()
@@ -157,14 +160,15 @@ class TemporalLinks:
     def _describe_loader(self, split: str, negatives: Uniform) -> dict[str, Any]:
         """Return the arguments of a loader of a split."""
         edges = self._edges[split]
-        # The moment before its own time hides the edge itself, its opposite edge, and edges of that moment.
-        before = {
-            etype: find_moment_before(self._read_times(etype, ids.numpy())) for etype, ids in edges.items()
-        }
+        # With the moment before its time, an edge sees neither itself nor its opposite edge, nor any edge of
+        # that moment.
+        seed_times = {}
+        for etype, ids in edges.items():
+            seed_times[etype] = find_moment_before(self._read_times(etype, ids.numpy()))
         return {
             "eids": edges,
             "sampler": self._sampler,
-            "seed_time": before,
+            "seed_time": seed_times,
             "negative_sampler": negatives,
         }
 
@@ -180,20 +184,18 @@ class TemporalLinks:
             positive, negative = module(blocks, rows, pairs, negative_pairs)
             positives.append(positive.cpu().float())
             negatives.append(negative.cpu().float().view(-1, _NUM_CANDIDATES))
-
         return torch.cat(positives), torch.cat(negatives)
 
     def _compute_metric(self, name: str, positive: Tensor, negative: Tensor) -> float:
+        """Return a metric of the (Q,) scores of edges and the (Q, K) scores of their candidates."""
         session = self.g.session
         if name in ("auc", "roc_auc", "average_precision"):
-            compute = average_precision if name == "average_precision" else roc_auc
+            compute_metric = average_precision if name == "average_precision" else roc_auc
             # Each edge is compared with its first candidate.
             scores = torch.cat([positive, negative[:, 0]])
             labels = torch.cat([torch.ones(len(positive)), torch.zeros(len(positive))]).long()
-            return compute(scores, labels, session)
-
-        is_above = (negative > positive[:, None]).sum(1)
-        is_equal = (negative == positive[:, None]).sum(1)
-        ranks = (1 + is_above + is_equal / 2).double()
-        compute_mean = mrr if name == "mrr" else partial(hits_at, int(name.removeprefix("hits@")))
-        return compute_mean(ranks, session)
+            return compute_metric(scores, labels, session)
+        ranks = run_on_all_ranks(session, lambda: rank_of_positive(positive, negative), ConfigError)
+        if name == "mrr":
+            return mrr(ranks, session)
+        return hits_at(int(name.removeprefix("hits@")), ranks, session)

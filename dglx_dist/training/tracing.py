@@ -51,44 +51,49 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
     Rank 0 writes the trace and replaces an earlier one. After a failure each rank writes its own part on its
     own machine, see :func:`rank_path`.
 
-    Yield a function to call after each step. Nothing is recorded without ``file``, or while another recording
-    is active. StorageError if the trace cannot be written, before the block if possible.
+    Yield a function to call after each step. Nothing is recorded without ``file``, or while the timeline of
+    the session records already. StorageError if the trace cannot be written, before the block if possible.
     """
     if file is None or session.timeline.on:
         yield lambda: None
         return
+
     path = Path(file).absolute()
     timeline = session.timeline
-    steps = 0
+    num_completed = 0
     check_trace(path, session)
-
     # The traces of an earlier failed run would be misleading beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(rank_path(path, session.topology.rank)))
 
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == num_steps:
+    def count_step() -> None:
+        nonlocal num_completed
+        num_completed += 1
+        if num_completed == num_steps:
             timeline.on = False
 
     clock = measure_clock(session)
     timeline.start()
     try:
-        yield step
+        yield count_step
         timeline.on = False
-        ranks = _gather_spans(_collect_spans(session, clock), session)
+        all_spans = _gather_spans(_collect_spans(session, clock), session)
     except BaseException:
         timeline.on = False
-        _write_part(path, _build_trace([_collect_spans(session, clock)], steps, num_steps, session), session)
+        own_spans = _collect_spans(session, clock)
+        _write_part(path, _build_trace([own_spans], num_completed, num_steps, session), session)
         raise
 
-    run_on_all_ranks(
-        session, lambda: write_trace(path, _build_trace(ranks, steps, num_steps, session)) if ranks else None
-    )
+    def write_merged_trace() -> None:
+        if session.topology.rank == 0:
+            write_trace(path, _build_trace(all_spans, num_completed, num_steps, session))
+
+    run_on_all_ranks(session, write_merged_trace)
 
 
 def _collect_spans(session: Session, clock: Clock) -> RankSpans:
-    rank, timeline = session.topology.rank, session.timeline
+    """Return the spans of this rank, with times on the clock of rank 0."""
+    rank = session.topology.rank
+    timeline = session.timeline
     return RankSpans(
         rank=rank,
         host=session.hosts[rank],
@@ -98,22 +103,21 @@ def _collect_spans(session: Session, clock: Clock) -> RankSpans:
     )
 
 
-def _gather_spans(local_spans: RankSpans, session: Session) -> list[RankSpans]:
+def _gather_spans(own_spans: RankSpans, session: Session) -> list[RankSpans]:
     """Return the spans of all ranks on rank 0, and an empty list on other ranks. All ranks call this."""
-    ranks = []
-    payload = asdict(local_spans)
+    all_spans = []
+    own_values = asdict(own_spans)
+    # The ranks send in turn, because the spans of a rank may have megabytes.
     for source in range(session.topology.world_size):
-        # The ranks send in turn, because the spans of a rank may have megabytes.
-        rank_spans = broadcast_json(payload, session, source)
+        values = broadcast_json(own_values, session, source)
         if session.topology.rank == 0:
-            spans = tuple(Span(**span) for span in rank_spans["spans"])
-            ranks.append(RankSpans(**rank_spans | {"spans": spans}))
-
-    return ranks
+            spans = tuple(Span(**span) for span in values["spans"])
+            all_spans.append(RankSpans(**values | {"spans": spans}))
+    return all_spans
 
 
 def _write_part(path: Path, trace: TraceFile, session: Session) -> None:
-    # If writing fails, the error is only logged. It must not hide the error that ended training.
+    """Write the trace of this rank. A failure is only logged, so that it hides no error of training."""
     path = rank_path(path, session.topology.rank)
     try:
         check_replaceable(path)
@@ -124,25 +128,28 @@ def _write_part(path: Path, trace: TraceFile, session: Session) -> None:
         log.warning("Training failed. The trace of this rank was written to %s", path)
 
 
-def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:
+def _build_trace(
+    spans: Sequence[RankSpans], num_completed: int, num_steps: int, session: Session
+) -> TraceFile:
+    """Return the trace of some ranks after ``num_completed`` steps, of which ``num_steps`` are recorded."""
     facts = {
         "strategy": session.strategy,
         "options": hide_credentials(session.options),
         "seed": session.seed,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
-        "steps": steps,
-        "steps_recorded": min(steps, num_steps),
+        "steps": num_completed,
+        "steps_recorded": min(num_completed, num_steps),
         "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
     }
-    return TraceFile(ranks=tuple(ranks), facts=facts)
+    return TraceFile(ranks=tuple(spans), facts=facts)
 
 
 def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
     """Sum the bytes of all ranks. Return phase to [source, destination, bytes]. Every rank must call this."""
-    ranks = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
+    own_entries = [[*pair, num_bytes] for pair, num_bytes in sent.items()]
     totals = Counter[Pair]()
-    for phase, source, destination, num_bytes in chain.from_iterable(ranks):
+    for phase, source, destination, num_bytes in chain.from_iterable(gather_json(own_entries, session)):
         totals[phase, source, destination] += num_bytes
     traffic: dict[str, list[list[int]]] = {}
     for (phase, source, destination), num_bytes in sorted(totals.items()):
@@ -154,14 +161,13 @@ def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[i
 def open_scalars_writer(
     folder: str | Path | None, epoch: int, session: Session
 ) -> Iterator[Callable[[EpochRecord], None]]:
-    """Yield a callback that writes figures for TensorBoard. It replaces earlier figures from ``epoch`` on.
-    Every rank must call this.
+    """Yield a callback that writes figures for TensorBoard. Every rank must call this.
 
-    The callback does nothing without ``folder``. If a write fails, it warns and stops writing.
-    StorageError if the folder cannot be written.
+    Figures of earlier runs from ``epoch`` on are replaced. The callback does nothing without ``folder``. If a
+    write fails, the callback logs a warning and stops writing. StorageError if the folder cannot be written.
     """
 
-    def start() -> Any:
+    def open_writer() -> Any:
         if folder is None or session.topology.rank > 0:
             return None
         # TensorBoard is an optional dependency, and importing it takes seconds.
@@ -172,26 +178,27 @@ def open_scalars_writer(
         except OSError as error:
             raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; use another") from error
 
-    writer: Any = run_on_all_ranks(session, start)
-    failed = writer is None
+    writer: Any = run_on_all_ranks(session, open_writer)
+    is_writing = writer is not None
 
     def write(record: EpochRecord) -> None:
-        nonlocal failed
-        if failed:
+        nonlocal is_writing
+        if not is_writing:
             return
         try:
             for name, value in record.scalars().items():
                 writer.add_scalar(name, value, record.epoch)
             writer.flush()
         except OSError as error:
-            failed = True
+            is_writing = False
             log.warning("TensorBoard in %s has no figures from epoch %d on: %s", folder, record.epoch, error)
 
     try:
         yield write
     finally:
         if writer is not None:
-            with suppress(OSError):  # `write` has flushed everything, or warned about it.
+            # ``write`` has flushed all figures, or logged a warning.
+            with suppress(OSError):
                 writer.close()
 
 
@@ -215,54 +222,57 @@ def hide_credentials(options: Mapping[str, object]) -> dict[str, object]:
 
     Headers and URLs of a functions endpoint may have keys, and traces are shared.
     """
-    return {name: _hide_credentials(value) for name, value in options.items()}
-
-
-def _hide_credentials(value: object) -> object:
-    if isinstance(value, Mapping):
-        return sorted(map(str, value))
-    if isinstance(value, str) and "://" in value:
-        address = urlsplit(value)
-        return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
-    return value
+    shown_options: dict[str, object] = {}
+    for name, value in options.items():
+        shown_options[name] = value
+        if isinstance(value, Mapping):
+            shown_options[name] = sorted(map(str, value))
+        elif isinstance(value, str) and "://" in value:
+            address = urlsplit(value)
+            _, _, host = address.netloc.rpartition("@")
+            shown_options[name] = f"{address.scheme}://{host}{address.path}"
+    return shown_options
 
 
 def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
-    """Sum counts and bytes over the ``ranks``. Return the seconds of the slowest rank and mean phases.
+    """Return the record of an epoch from the figures of all ranks.
 
-    Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
-    epoch. Compute is the remainder.
+    Counts and bytes are summed over the ranks, and the seconds are those of the slowest rank. Phases are
+    means. Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would
+    exceed the epoch. The compute time is the remainder.
     """
 
-    def total(name: str) -> Any:
-        return sum(row[name] for row in ranks)
+    def add(name: str) -> Any:
+        return sum(figures[name] for figures in ranks)
 
     phases = ("sample_s", "fetch_s", "wait_s", "exchange_s")
-    means: dict[str, Any] = {name: float(total(name)) / len(ranks) for name in phases}
-    seconds = max(row["seconds"] for row in ranks)
-    targets = total("targets")
+    means: dict[str, Any] = {name: float(add(name)) / len(ranks) for name in phases}
+    seconds = max(figures["seconds"] for figures in ranks)
+    num_targets = add("targets")
     return EpochRecord(
         epoch=epoch,
-        loss=total("loss") / targets if targets else math.nan,
-        train_accuracy=total("correct") / targets if targets else math.nan,
+        loss=add("loss") / num_targets if num_targets else math.nan,
+        train_accuracy=add("correct") / num_targets if num_targets else math.nan,
         val_accuracy=None,
         seconds=seconds,
-        num_samples=targets,
+        num_samples=num_targets,
         compute_s=max(0.0, seconds - means["wait_s"] - means["exchange_s"]),
         **means,
-        bytes_inside=total("inside"),
-        bytes_outside=total("outside"),
-        checkpoint_s=max(row.get("checkpoint_s", 0.0) for row in ranks),
-        cache_hits=sum(row.get("hits", 0) for row in ranks),
-        cache_misses=sum(row.get("misses", 0) for row in ranks),
+        bytes_inside=add("inside"),
+        bytes_outside=add("outside"),
+        checkpoint_s=max(figures.get("checkpoint_s", 0.0) for figures in ranks),
+        cache_hits=sum(figures.get("hits", 0) for figures in ranks),
+        cache_misses=sum(figures.get("misses", 0) for figures in ranks),
     )
 
 
 def format_epoch(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``. There is no val if the epoch was not evaluated."""
-    scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
+    figures = [f"loss {record.loss:.4f}"]
+    if record.val_accuracy is not None:
+        figures.append(f"val {100 * record.val_accuracy:.1f} %")
     for name, value in record.metrics.items():
         if name.startswith("val_") and name != "val_accuracy":
-            scores.append(f"{name.replace('_', ' ', 1)} {value:.4f}")
-    figures = [f"loss {record.loss:.4f}", *scores, f"{record.seconds:.2f} s"]
+            figures.append(f"{name.replace('_', ' ', 1)} {value:.4f}")
+    figures.append(f"{record.seconds:.2f} s")
     return f"epoch {record.epoch}: {', '.join(figures)}"
