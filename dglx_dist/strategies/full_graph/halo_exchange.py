@@ -18,7 +18,6 @@ from typing import Any, cast, final
 import numpy as np
 import torch
 from dgl import ops
-from dgl.heterograph import DGLBlock
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -188,8 +187,7 @@ class HaloExchange:
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
         """Return only the (n_halo, ...) halo rows, without gradient. Use it for rows that are fetched once.
 
-        ``out`` is contiguous memory for the result. By default new memory is used. For errors see
-        :meth:`exchange`.
+        ``out`` is contiguous memory for the result, by default new memory. For errors see :meth:`exchange`.
         """
         self._check_rows(rows, self.own_rows, "the own rows")
         halo = rows.new_empty((self.num_halo, *rows.shape[1:])) if out is None else out
@@ -273,27 +271,21 @@ class HaloExchange:
 
     def counts(self, phase: str) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
         """Return (rank, number of rows) pairs of sent rows, and those of received rows."""
-        if phase == BACKWARD:
-            return self._received, self._sent
-        return self._sent, self._received
+        return (self._received, self._sent) if phase == BACKWARD else (self._sent, self._received)
 
     def messages(self, out: Tensor, received: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
         """Return the messages that send the rows in ``out`` and those that fill ``received``, by peer."""
         sent_counts, received_counts = self.counts(phase)
-        sent_pieces = _cut_by_counts(out, sent_counts)
-        received_pieces = _cut_by_counts(received, received_counts)
-        outgoing = [Outgoing(rank=rank, rows=rows) for rank, rows in sent_pieces]
-        incoming = [Incoming(rank=rank, rows=rows) for rank, rows in received_pieces]
-        return outgoing, incoming
+        outgoing = [Outgoing(rank=rank, rows=rows) for rank, rows in _cut_by_counts(out, sent_counts)]
+        pieces = _cut_by_counts(received, received_counts)
+        return outgoing, [Incoming(rank=rank, rows=rows) for rank, rows in pieces]
 
     def _reserve_memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         """Return memory for messages of ``num_rows`` rows like those of ``like``. Host memory is reused."""
         shape = (num_rows, *like.shape[1:])
         if is_on_host(like):
             return buffer.take(shape, like.dtype)
-        if self._is_direct(like):
-            return like.new_empty(shape)
-        return allocate_host_memory(shape, like)
+        return like.new_empty(shape) if self._is_direct(like) else allocate_host_memory(shape, like)
 
     def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
         """Return the positions of the rows for each peer. They are copied to ``device`` once, by ``copy``."""
@@ -344,8 +336,10 @@ class CoverExchange:
         # The edge of a partial sum has no weight of its own. Its position is behind those of all in-edges.
         layer = cover.layer
         positions = torch.from_numpy(np.where(layer.edge_ids < 0, num_edges, layer.edge_ids))
-        partial = _build_block_from_csc(cover, uncovered.own_rows)
-        total = _build_block_from_csc(layer, layer.num_sources)
+        own_rows = uncovered.own_rows
+        partial = build_block(torch.from_numpy(cover.indptr), torch.from_numpy(cover.indices), own_rows)
+        num_sources = layer.num_sources
+        total = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), num_sources)
         self._graphs = {torch.device("cpu"): (partial, total, positions)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
         """Weights, their version, and the weights of the summands on this rank, by name."""
@@ -408,10 +402,6 @@ class CoverExchange:
             partial, total, positions = self._graphs[torch.device("cpu")]
             self._graphs[device] = place(partial, device), place(total, device), positions.to(device)
         return self._graphs[device]
-
-
-def _build_block_from_csc(csc: Cover | HaloLayer, num_sources: int) -> DGLBlock:
-    return build_block(torch.from_numpy(csc.indptr), torch.from_numpy(csc.indices), num_sources)
 
 
 @final
@@ -590,7 +580,7 @@ class StaleHalos:
         self._calls[halo.number] += 1
         # The digest keeps rows of another structure from being used, for example after a resume.
         key = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
-        return [self._late[f"{FORWARD}/{key}"], self._late[f"{BACKWARD}/{key}"]]
+        return [self._late[f"{phase}/{key}"] for phase in (FORWARD, BACKWARD)]
 
     def state(self) -> dict[str, Tensor]:
         """Wait for rows in transit, and return the rows that the next epoch uses."""
@@ -616,5 +606,4 @@ class StaleHalos:
 def _cut_by_counts(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
     """Cut ``rows`` by the (rank, number of rows) pairs ``counts``, and yield ranks and pieces."""
     pieces = torch.split(rows, [count for _, count in counts])
-    for (rank, _), piece in zip(counts, pieces, strict=True):
-        yield rank, piece
+    return zip((rank for rank, _ in counts), pieces, strict=True)

@@ -177,11 +177,8 @@ class AsyncExchange:
         """Send ``tensors[p]`` to part p of the group, and receive one tensor from each. Return at once.
 
         Args:
-            exchange: Exchange for tensors in host memory.
-            tensors: One tensor for each part. The tensor for this rank's own part is not sent, but returned
-                without its gradient.
+            tensors: One tensor for each part. The tensor for this rank is returned without its gradient.
             templates: Tensors with the shapes and dtypes to receive, one for each part.
-            phase: Phase of the traffic ledger.
             batch: Number of the batch. None for tensors that are never compressed.
 
         Returns:
@@ -200,14 +197,11 @@ class AsyncExchange:
         # A tensor that goes to several members is copied once, so rows are found by the tensor's identity.
         rows = {id(tensors[part]): tensors[part].detach().contiguous() for part, _ in peers}
         received = {part: templates[part].new_empty(templates[part].shape) for part, _ in peers}
-        if not is_on_host(own_tensor):
-            if self._devices is not None and codec is None:
-                exchange = self._devices
-            else:
-                host_rows = copy_to_host([*rows.values()])
-                rows = dict(zip(rows, host_rows, strict=True))
-                for part, rows_on_device in received.items():
-                    received[part] = allocate_host_memory(rows_on_device.shape, rows_on_device)
+        if self._devices is not None and codec is None and not is_on_host(own_tensor):
+            exchange = self._devices
+        elif not is_on_host(own_tensor):
+            rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
+            received = {part: allocate_host_memory(like.shape, like) for part, like in received.items()}
 
         outgoing = [Outgoing(rank=rank, rows=rows[id(tensors[part])]) for part, rank in peers]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in peers]
@@ -217,10 +211,9 @@ class AsyncExchange:
         @cache
         def receive() -> Received:
             wait()
-            result = [own_tensor] * self._group.size
-            for part, rows in received.items():
-                result[part] = rows.to(own_tensor.device, non_blocking=True)
-            return result
+            device = own_tensor.device
+            on_device = {part: rows.to(device, non_blocking=True) for part, rows in received.items()}
+            return [on_device.get(part, own_tensor) for part in range(self._group.size)]
 
         return receive
 
@@ -248,19 +241,16 @@ def share_edge_values(
 ) -> list[dict[str, Tensor]]:
     """Return the edge values of each owner by name. Every member must call it.
 
-    Args:
-        values: (E1, ...) values of the own block, in the order of its edges, without gradients.
-        by_column: Columns of each part, for (E1, F) values that are cut by columns.
-
-    Raises:
-        ConfigError: a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
+    ``values`` are (E1, ...) values of the own block, in the order of its edges, without gradients.
+    ``by_column`` has the columns of each part, for (E1, F) values that are cut by columns. Raises ConfigError
+    if a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
     """
     values_by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, uncut_values in values.items():
         values_of_part = _cut_edge_values(name, uncut_values, by_column.get(name), group.size)
         own_values = values_of_part[group.part]
-        row_shape = own_values.shape[1:]
-        templates = [own_values.new_empty((owner.block.num_edges(), *row_shape)) for owner in inputs]
+        shape = own_values.shape[1:]
+        templates = [own_values.new_empty((owner.block.num_edges(), *shape)) for owner in inputs]
 
         # Other parts number the edges by their position in the CSC.
         _, _, edge_ids = inputs[group.part].block.adj_tensors("csc")
@@ -448,9 +438,7 @@ def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts:
 def _get_values(piece: Tensor, fill: float) -> Tensor:
     """Return dense values for a norm or maximum. A part without columns returns a single ``fill``."""
     values = piece.coalesce().values() if piece.is_sparse else piece
-    if not values.numel():
-        return values.new_full((1,), fill)
-    return values
+    return values if values.numel() else values.new_full((1,), fill)
 
 
 def _read_norm_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -123,9 +123,7 @@ class ColumnSlice:
 
     def read(self) -> Array | None:
         """Map the (V, F_p) values of the file. Return None if there is no intact file, which is logged."""
-        if self.folder is None:
-            return None
-        entry = self.folder.find(self.facts)
+        entry = None if self.folder is None else self.folder.find(self.facts)
         if entry is None:
             return None
         _, arrays = entry
@@ -231,11 +229,10 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
     # The second round is for ranks that expected a file which their leader could not make.
     for is_last_round in (False, True):
         run_on_all_ranks(session, lambda: _map_local_rows(store, slices))
-        missing_slices = [column_slice for column_slice in slices if not column_slice.is_loaded]
-        due_slices = missing_slices
-        if not is_last_round:
-            due_slices = [column_slice for column_slice in missing_slices if column_slice.is_leader]
-
+        due_slices = []
+        for column_slice in slices:
+            if not column_slice.is_loaded and (column_slice.is_leader or is_last_round):
+                due_slices.append(column_slice)
         if gather_int64([len(due_slices)], session).any():
             _stream(store, due_slices, session)
         num_missing = sum(not column_slice.is_loaded for column_slice in slices)

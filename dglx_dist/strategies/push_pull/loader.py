@@ -192,7 +192,7 @@ class GroupedBatch:
 
     batch: Any
     """Batch of the inner loader. On the consumer's thread it becomes the user's batch."""
-    own: OwnerBlock
+    own_block: OwnerBlock
     """Block of this rank."""
     number: int
     """Number of the batch since the loader's first epoch."""
@@ -334,7 +334,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     def exchange_blocks(self, grouped: GroupedBatch, iteration: int) -> OwnerBlocks:
         """Push the own block to the other owners, and return theirs."""
         epoch, step = divmod(grouped.number, len(self))
-        own_block = grouped.own
+        own_block = grouped.own_block
         ranks = [rank for _, rank in self._group.peers]
         arrays = self.schema.pack(own_block, wide=self._wide)
         messages = dict.fromkeys(ranks, arrays)
@@ -372,9 +372,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
         def make_resampler(epoch: int) -> Resampler:
             # The seeds of an epoch are sorted once, not for every batch.
-            orders = {}
-            for part, rank in group.peers:
-                orders[part] = loader.order_items(epoch, items_of_rank[rank], rank)
+            items = items_of_rank
+            orders = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.peers}
 
             def sample_blocks(step: int) -> OwnerBlocks:
                 blocks = {}
@@ -391,7 +390,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     def gather_inputs(self, grouped: GroupedBatch) -> tuple[PartInput, ...]:
         """Return the batches of all owners with this part's columns."""
         number = self.first_number + grouped.number
-        owners = {self._group.part: grouped.own, **grouped.other_blocks}
+        owners = {self._group.part: grouped.own_block, **grouped.other_blocks}
         inputs = []
         for part in range(self._group.size):
             owner = owners[part]
@@ -508,10 +507,10 @@ class GroupStages(Stages[GroupedBatch]):
     def sample(self, step: int) -> GroupedBatch:
         batch = self._inner.make(step)
         input_nodes = self.loader.schema.key_by_type(batch.input_nodes)
-        nodes = {ntype: ids.to(torch.int64) for ntype, ids in input_nodes.items()}
+        nodes = {ntype: ids.long() for ntype, ids in input_nodes.items()}
         return GroupedBatch(
             batch=batch,
-            own=OwnerBlock(batch.blocks[0], nodes),
+            own_block=OwnerBlock(batch.blocks[0], nodes),
             number=self.epoch * len(self.loader) + step,
             sample_s=batch.sample_s,
             fetch_s=batch.fetch_s,
@@ -582,7 +581,7 @@ def split_prefetch(
     if not has_one_type and not isinstance(plan.node_feats, Mapping):
         return sampler, cut_names  # The inner loader refuses names without a type.
 
-    kept_names: dict[str, list[str]] = {}
+    kept_names = {}
     for ntype, prefetched_names in _key_by_type(plan.node_feats, list(names)).items():
         if has_one_type or cut_names.get(ntype):
             data = g.nodes[ntype].data

@@ -102,12 +102,11 @@ class Version(NamedTuple):
 
 
 class WaitingGradient(NamedTuple):
-    """Gradient of one side of a batch that waits for a step."""
+    """Gradient of one side of a batch that waits for a step. The fields are those of :class:`Version`."""
 
     batch: int
     side: Side
     read: int
-    """Number of steps of the side when the batch read its weights."""
 
 
 @final
@@ -245,10 +244,9 @@ class OwnerSide:
 
     def copy_values(self) -> list[Tensor]:
         """Return copies of the live values, even while :meth:`place` has replaced them."""
-        live_values = self._live
-        if live_values is None:
-            live_values = [parameter.data for parameter in self.parameters]
-        return [value.clone() for value in live_values]
+        if self._live is not None:
+            return [value.clone() for value in self._live]
+        return [parameter.data.clone() for parameter in self.parameters]
 
     def place(self, values: Sequence[Tensor]) -> None:
         """Make the model compute with ``values`` until :meth:`restore`."""
@@ -374,9 +372,7 @@ class PartSide:
         """Return a leaf for each parameter. Without ``copy`` it is valid until the next step."""
         leaves = {}
         for name, parameter in self.parameters.items():
-            value = parameter.detach()
-            if copy:
-                value = value.clone()
+            value = parameter.detach().clone() if copy else parameter.detach()
             leaves[name] = value.requires_grad_(parameter.requires_grad)
         return leaves
 
@@ -478,8 +474,7 @@ class PartSide:
 
         # In a ring, a rank sends to the next one only.
         next_rank = replicas[(index + 1) % len(replicas)]
-        num_bytes = ring_bytes(flat.nbytes, len(replicas), index)
-        self._session.ledger.add(PHASE, 1, rank, next_rank, num_bytes)
+        self._session.ledger.add(PHASE, 1, rank, next_rank, ring_bytes(flat.nbytes, len(replicas), index))
         return flat
 
     def _sum_over_all(self, flat: Tensor) -> Tensor:
@@ -567,7 +562,7 @@ class Pipeline(Shared):
         embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*self._part.parameters.values(), *embeddings], self._owner.parameters)
         self._spec: InputSpec | None = None
-        self._edge_kinds: dict[str, str] | None = None
+        self._edge_formats: dict[str, str] | None = None
         """Row shape and dtype of the per-edge values by name, on which all ranks agreed last."""
         self._begun: InFlightBatch | None = None
         """Batch that has begun, but that the user's loop has not reached yet."""
@@ -645,10 +640,7 @@ class Pipeline(Shared):
         return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def _refuse_second_call(self, group_batch: GroupBatch) -> None:
-        """Raise ConfigError at a second call of the model on a batch.
-
-        The second call would replace the weights of the first before its backward.
-        """
+        """Raise ConfigError at a second call on a batch. It would replace the weights of the first call."""
         if self._last_called() is group_batch:
             raise ConfigError(
                 "the model was called twice for one batch, but a batch has one version of the weights "
@@ -714,14 +706,11 @@ class Pipeline(Shared):
 
     def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if ranks have other edge values. Ranks without values would make others wait."""
-        kinds = {}
-        for name, values in sorted(edges.items()):
-            kinds[name] = f"{list(values.shape[1:])} {values.dtype}"
-        if kinds == self._edge_kinds:
-            return
-        remedy = "pass the first layer the same arguments on every rank"
-        check_equal(self._session, "the values of edges of the first layer", kinds, remedy)
-        self._edge_kinds = kinds
+        formats = {name: f"{list(values.shape[1:])} {values.dtype}" for name, values in sorted(edges.items())}
+        if formats != self._edge_formats:
+            remedy = "pass the first layer the same arguments on every rank"
+            check_equal(self._session, "the values of edges of the first layer", formats, remedy)
+            self._edge_formats = formats
 
     def _get_begun(self, group_batch: GroupBatch) -> InFlightBatch | None:
         """Return the state of ``group_batch`` if its fM has run. Calls without gradients begin anew."""
@@ -781,8 +770,8 @@ class Pipeline(Shared):
                     stage_inputs.append(layer.make_input(owner.block, rows_by_type, edges[part]))
                 batch.shares = compute_shares(layer, stage_inputs, self._activations)
 
-            for shares in batch.shares:
-                batch.pulls.append(self._activations.pull(shares, FORWARD, batch.number))
+            pull = self._activations.pull
+            batch.pulls = [pull(shares, FORWARD, batch.number) for shares in batch.shares]
         return batch
 
     def _compute_inputs(self, batch: InFlightBatch, part: int) -> dict[str, StageInput]:

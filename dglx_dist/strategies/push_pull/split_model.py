@@ -126,8 +126,8 @@ class InputProvenance(Shared):
     """
 
     def __init__(self, seed: int) -> None:
-        self.own: PartInput | None = None
-        """The own part of the model's current batch, or None outside of a batch."""
+        self.own_input: PartInput | None = None
+        """This rank's input of the model's current batch, or None outside of a batch."""
         self.dropouts = NodeDropouts(seed, LATER_MODULES)
         """Random numbers of dropouts that are not on the input."""
         self._known: list[tuple[Tensor, Origin]] = []
@@ -135,19 +135,19 @@ class InputProvenance(Shared):
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch, and begin with ``group_batch``, if there is one."""
         self._known = []
-        self.own = None if group_batch is None else group_batch.inputs[part]
+        self.own_input = None if group_batch is None else group_batch.inputs[part]
         if not self.dropouts.in_use:
             return
-        if self.own is None:
+        if self.own_input is None:
             self.dropouts.end()
             return
 
         # Rows between layers have no keys if they may belong to several types.
-        nodes = next(iter(self.own.nodes.values())) if len(self.own.nodes) == 1 else None
-        self.dropouts.begin(self.own.number, nodes)
+        node_lists = list(self.own_input.nodes.values())
+        self.dropouts.begin(self.own_input.number, node_lists[0] if len(node_lists) == 1 else None)
 
     def add(self, rows: Tensor, origin: Origin) -> None:
-        """Record the origin of ``rows`` of the own batch. They are kept until the next batch."""
+        """Record the origin of ``rows`` of the own batch. The rows are kept until the next batch."""
         self._known.append((rows, origin))
 
     def find(self, rows: Tensor, ntype: str = "") -> Origin | None:
@@ -221,8 +221,8 @@ class ColumnDropout:
     def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return ``x`` with entries dropped. ``nodes`` are (n,) int64 keys of its rows, if they are known."""
         dropout = self._dropout
-        own = self._provenance.own
-        if own is None or not dropout.training or dropout.p == 0:
+        own_input = self._provenance.own_input
+        if own_input is None or not dropout.training or dropout.p == 0:
             return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
         origin = self._provenance.find(x)
         if origin is None:
@@ -237,7 +237,7 @@ class ColumnDropout:
             )
 
         step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)
-        result = step.apply(x, own, origin)
+        result = step.apply(x, own_input, origin)
         self._provenance.add(result, origin.with_step(step))
         return result
 
@@ -276,8 +276,8 @@ class ColumnEmbedding:
 
         Raises ConfigError if ``x`` are not the input nodes of the batch.
         """
-        own = self._provenance.own
-        nodes = None if own is None else own.nodes[self._origin.ntype]
+        own_input = self._provenance.own_input
+        nodes = None if own_input is None else own_input.nodes[self._origin.ntype]
         if nodes is None or not _has_same_ids(x, nodes):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it only has the rows of a "
@@ -346,9 +346,9 @@ class ColumnLayerNorm:
         Raises ConfigError if ``x`` are not the unchanged features of the batch.
         """
         origin = self._provenance.find(x)
-        own = self._provenance.own
+        own_input = self._provenance.own_input
         width = self._runs[0].width
-        if origin is None or own is None:
+        if origin is None or own_input is None:
             raise ConfigError(
                 f"LayerNorm({width}) was cut by input columns, because it is as wide as the features, but it "
                 f"was given rows of shape {tuple(x.shape)} that are not the features of the batch. If it "
@@ -363,7 +363,7 @@ class ColumnLayerNorm:
             )
 
         with torch.no_grad():
-            rows = self.apply(x, own, origin)
+            rows = self.apply(x, own_input, origin)
         self._provenance.add(rows, origin.with_step(self))
         return rows
 
@@ -375,17 +375,13 @@ class ColumnLayerNorm:
             variances = variances.to(rows.device)
             self._moments = means, variances
 
-        norm = self._norm
         ids = owner.nodes[origin.ntype]
         mean = means[ids].to(rows).unsqueeze(1)
         # The scale is computed in float64, and rounded once.
-        scale = (variances[ids] + norm.eps).rsqrt().to(rows).unsqueeze(1)
+        scale = (variances[ids] + self._norm.eps).rsqrt().to(rows).unsqueeze(1)
         rows = (rows - mean) * scale
-        if norm.weight is not None:
-            rows = rows * norm.weight
-        if norm.bias is not None:
-            rows = rows + norm.bias
-        return rows
+        rows = rows if self._norm.weight is None else rows * self._norm.weight
+        return rows if self._norm.bias is None else rows + self._norm.bias
 
 
 @final
@@ -412,10 +408,9 @@ class InputSpec:
 
 
 def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: InputProvenance) -> InputSpec:
-    """Find the origins of ``arguments``.
+    """Return the origins of ``arguments``.
 
-    Raises:
-        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
+    Raises ConfigError if parts cannot compute such rows for other owners, or an edge argument is trained.
     """
     origins = {}
     for ntype, inputs in (arguments.by_type or {"": arguments}).items():
@@ -471,13 +466,9 @@ def find_input_modules(
     Norms and embeddings of all nodes are cut if they are as wide as the input. A norm must also be
     registered before the first layer, or no other parameter of the model may be that wide.
 
-    Args:
-        runs: Columns of this part.
-        moments: Returns mean and variance of each node's concatenated features, (V,) float64. It is
-            collective, and called only if there is a norm.
-
-    Raises:
-        ConfigError: a module before the first layer cannot work on columns.
+    ``runs`` are the columns of this part. ``moments`` returns mean and variance of each node's concatenated
+    features, (V,) float64. It is collective, and called only if there is a norm. Raises ConfigError if a
+    module before the first layer cannot work on columns.
     """
     width = runs[0].width
     for name, batch_norm in (*_find_modules(model, nn.BatchNorm1d), *_find_modules(model, BatchNorm)):
@@ -780,7 +771,7 @@ def _find_cuts(
 
 
 def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kwargs: Any) -> Any:
-    # It is bound by a partial instead of a closure, so that a copy computes with its own weights.
+    # A partial binds the modules instead of a closure, so that a copy computes with its own weights.
     stages.training = conv.training
     return stages.forward(*args, **kwargs)
 

@@ -308,7 +308,7 @@ class PushPullModel(WrappedModel):
         return self._pipeline.exchange.mark(self._compute(args, kwargs), weight)
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._group.size == 1 or self._provenance.own is None:
+        if self._group.size == 1 or self._provenance.own_input is None:
             return self.module(*args, **kwargs)
         # The hook is registered only during the call, so that the user's modules stay unchanged.
         handle = register_module_forward_pre_hook(self._check_input)
