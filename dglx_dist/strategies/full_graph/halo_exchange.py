@@ -288,7 +288,7 @@ class HaloExchange:
         return like.new_empty(shape) if self._is_direct(like) else allocate_host_memory(shape, like)
 
     def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
-        """Return the positions of the rows for each peer. They are copied to ``device`` once, by ``copy``."""
+        """Return the positions of each peer's rows, copied to ``device`` once, by ``copy`` if it is given."""
         if device not in self._sent_rows:
             host_rows = self._sent_rows[torch.device("cpu")]
             self._sent_rows[device] = [copy(rows) if copy else rows.to(device) for rows in host_rows]

@@ -187,8 +187,8 @@ class PairCover:
         """
         sizes = message[:3]
         values = message[3:]
-        is_valid = message.dtype == np.int64 and message.ndim == 1 and len(sizes) == 3 and message.min() >= 0
-        if is_valid:
+        has_sizes = message.dtype == np.int64 and message.ndim == 1 and len(sizes) == 3
+        if has_sizes and message.min() >= 0:
             rows, counts, sources = np.split(values, np.cumsum(sizes[:2]))
             # Each number is checked by itself first, because sums may overflow.
             fits = max(sizes) <= len(values) == sizes.sum() and counts.max(initial=0) <= len(sources)

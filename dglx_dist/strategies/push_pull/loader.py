@@ -362,8 +362,12 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         op = f"{self._label}.seeds"
         types = list(loader.items.ids)
         arrays = list(loader.items.ids.values())
+
+        def answer(_name: str, _arrays: Sequence[Array]) -> list[Array]:
+            return arrays
+
         # The registration is collective, so that all ranks can answer before one asks.
-        run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
+        run_on_all_ranks(session, lambda: session.rpc.register(op, answer))
         weakref.finalize(self, session.rpc.unregister, op)
         items_of_rank: dict[int, Items[Any]] = {}
         for _, rank in group.peers:

@@ -145,7 +145,9 @@ class VersionLog:
     def step_known_optimizers(self) -> Iterator[None]:
         """Step the known optimizers with the gradients that the block adds. Restore the user's gradients."""
         optimizers = self._list_known()
-        parameters = [parameter for optimizer in optimizers for parameter in _list_parameters(optimizer)]
+        parameters = []
+        for optimizer in optimizers:
+            parameters += _list_parameters(optimizer)
         user_gradients = [parameter.grad for parameter in parameters]
         held_back = self.held_back
         waiting = self.waiting
@@ -199,11 +201,11 @@ class VersionLog:
             return
 
         # If the model was called twice on a batch, there is one gradient, the sum of both.
-        stepped_gradients = dict.fromkeys(gradient for gradient in self.waiting if gradient.side in sides)
+        stepped = dict.fromkeys(gradient for gradient in self.waiting if gradient.side in sides)
         self.waiting = [gradient for gradient in self.waiting if gradient.side not in sides]
-        for gradient in stepped_gradients:
+        for gradient in stepped:
             self.versions.append(Version(*gradient, written=self.steps[gradient.side]))
-        for side in {gradient.side for gradient in stepped_gradients}:
+        for side in {gradient.side for gradient in stepped}:
             self.steps[side] += 1
 
         # If an optimizer steps twice while the part side's gradients wait, no optimizer has them.
@@ -305,9 +307,9 @@ class InFlightBatch:
 
     def unweigh_row_gradients(self) -> list[Tensor | None]:
         """Return the gradients of this rank's loss by :attr:`own_rows`. The step weighs them itself."""
-        # With a weight of 0, all gradients are 0 already.
-        weight = 1.0 if self.weight == 0 else self.weight
-        return [None if gradient is None else gradient / weight for gradient in self.row_gradients]
+        if self.weight == 0:
+            return list(self.row_gradients)  # These gradients are 0, too.
+        return [None if gradient is None else gradient / self.weight for gradient in self.row_gradients]
 
 
 def compute_shares(

@@ -143,8 +143,10 @@ class InputProvenance(Shared):
             return
 
         # Rows between layers have no keys if they may belong to several types.
-        node_lists = list(self.own_input.nodes.values())
-        self.dropouts.begin(self.own_input.number, node_lists[0] if len(node_lists) == 1 else None)
+        nodes = None
+        if len(self.own_input.nodes) == 1:
+            (nodes,) = self.own_input.nodes.values()
+        self.dropouts.begin(self.own_input.number, nodes)
 
     def add(self, rows: Tensor, origin: Origin) -> None:
         """Record the origin of ``rows`` of the own batch. The rows are kept until the next batch."""

@@ -290,8 +290,9 @@ class PushPullModel(WrappedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module on blocks of the strategy's loader. Other blocks raise ConfigError."""
         arguments = (*args, *kwargs.values())
-        candidates = [getattr(argument, "push_pull", None) for argument in flatten_arguments(arguments)]
-        group_batches = [candidate for candidate in candidates if isinstance(candidate, GroupBatch)]
+        flat_arguments = flatten_arguments(arguments)
+        values = [getattr(argument, "push_pull", None) for argument in flat_arguments]
+        group_batches = [value for value in values if isinstance(value, GroupBatch)]
         self._pipeline.begin(group_batches[0] if group_batches else None)
         if self._provenance.dropouts.in_use:
             self._provenance.dropouts.set_row_counts(arguments)
