@@ -301,6 +301,8 @@ def _read_in_edges(context: PartitionContext, nodes: Array, allowed_nodes: Array
 @final
 @dataclass(frozen=True, kw_only=True)
 class _RankRows:
+    """The rows that one rank computes, and their in-edges."""
+
     nodes: Array
     """(n,) int64 global ids."""
     counts: Array
@@ -323,13 +325,16 @@ class _RankRows:
 
 
 def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
+    """Return the rows of the server that ``rank`` computes, with their in-edges."""
     rows = np.flatnonzero(server_rows.holders == rank)
     counts = np.searchsorted(rows, server_rows.counts)
     rows_with_edges = rows[: counts[1]]
     first_edges = server_rows.indptr[rows_with_edges]
-    lengths = np.diff(server_rows.indptr)[rows_with_edges]
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], lengths)
+    degrees = np.diff(server_rows.indptr)[rows_with_edges]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
+    edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], degrees)
+
+    # Sources are sorted by id, so their positions in the order of appearance are mapped to sorted positions.
     distinct_sources, source_index = number_distinct(np.asarray(server_rows.sources[edge_indices]))
     order = np.argsort(distinct_sources)
     sorted_index = np.empty(len(order), np.int64)
