@@ -66,7 +66,8 @@ class GraphBlocks(NodeMaker):
 
     def __init__(self, g: DistGraph, batch: HaloBatch, planner: PairPlanner) -> None:
         super().__init__(g, Columns())
-        self._batch, self._planner = batch, planner
+        self._batch = batch
+        self._planner = planner
         self._previous: PairRows | None = None
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
@@ -84,9 +85,11 @@ class GraphBlocks(NodeMaker):
         if self._previous is not None:
             # Backward checks this too, but an evaluation has none.
             self._previous.check_calls()
-        pair_rows = self._previous = self._planner.plan(batch.seeds)
-        batch.blocks = blocks = self._batch.open_blocks(self._g.session, share.step_number, share)
+        pair_rows = self._planner.plan(batch.seeds)
+        self._previous = pair_rows
+        blocks = self._batch.open_blocks(self._g.session, share.step_number, share)
         blocks[-1].pair_rows = pair_rows
+        batch.blocks = blocks
         for graph in batch.pairs:
             graph.gather_rows = pair_rows
         batch.input_nodes = self._batch.input_nodes

@@ -68,12 +68,14 @@ class KHopNeighborhood:
 def iterate_in_edges(structure: GraphStructure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
     """Yield chunks of the (K,) int64 ``nodes`` with all their in-edges, in the order of the nodes."""
     pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
-    for first in range(0, len(nodes), CHUNK):
-        chunk = nodes[first : first + CHUNK]
+    for start in range(0, len(nodes), CHUNK):
+        chunk = nodes[start : start + CHUNK]
         pending.append((chunk, structure.submit("in_edges", chunk, phase=PRELOAD_STRUCTURE)))
-        while len(pending) > (_AHEAD if first + CHUNK < len(nodes) else 0):
-            chunk, get_edges = pending.popleft()
-            yield chunk, get_edges()
+        # Some chunks are requested ahead. After the last request, all pending chunks are due.
+        is_last = start + CHUNK >= len(nodes)
+        while len(pending) > (0 if is_last else _AHEAD):
+            due_chunk, get_edges = pending.popleft()
+            yield due_chunk, get_edges()
 
 
 def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
@@ -88,6 +90,7 @@ def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
 
 
 def _split_relations(structure: GraphStructure, edges: InEdges) -> Iterator[InEdges]:
+    """Yield the ``edges`` of each edge type."""
     if not isinstance(structure, UnifiedGraph):
         yield edges
         return
@@ -139,6 +142,7 @@ def cluster_seeds(
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
+
     sources = []
     destinations = []
     for chunk, in_edges in iterate_in_edges(structure, nodes):
@@ -278,7 +282,8 @@ def select_external(
     Each round sends 8 bytes for each frontier node of another server and receives 24 for each of its
     in-edges. ``degree`` also sends and receives 8 bytes for each external candidate.
     """
-    selected, frontier = inner, inner
+    selected = inner
+    frontier = inner
     outside = None if options.inner == "batch" else own_range
 
     def compute_scores(sources: Array, excluded: Array) -> Array:
@@ -312,20 +317,20 @@ def select_external(
     return selected
 
 
-def write_neighborhood(folder: Path, held: KHopNeighborhood) -> None:
-    """Write ``held`` into the new ``folder``. If that fails, remove it and raise StorageError."""
+def write_neighborhood(folder: Path, neighborhood: KHopNeighborhood) -> None:
+    """Write ``neighborhood`` into the new ``folder``. If that fails, remove it and raise StorageError."""
     try:
         folder.mkdir()
-        for name, array in vars(held).items():
+        for name, array in vars(neighborhood).items():
             np.save(folder / f"{name}.npy", array)
-    except OSError as problem:
+    except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        needed = sum(array.nbytes for array in vars(held).values())
+        num_bytes = sum(array.nbytes for array in vars(neighborhood).values())
         raise StorageError(
-            f"{folder} cannot be written ({problem}); the ranks of a server need {needed / 1e6:.1f} MB there "
-            f"to share rows: free space in {folder.parent.parent} (in a container: --shm-size), or start one "
-            "rank on each server"
-        ) from problem
+            f"{folder} cannot be written ({error}); the ranks of a server need {num_bytes / 1e6:.1f} MB "
+            f"there to share rows: free space in {folder.parent.parent} (in a container: --shm-size), or "
+            "start one rank on each server"
+        ) from error
 
 
 def read_neighborhood(folder: Path) -> KHopNeighborhood:
@@ -349,15 +354,17 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:
         return np.zeros(num_rows, dtype=np.int32)
+
     weights = group_work(closure)
     options = PartitionOptions(balance=tuple(weights), tolerance=TOLERANCE)
     id_limit = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
     sources = RowPositions(closure.nodes, id_limit).find(closure.sources)
     assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
+    targets = np.repeat(np.arange(len(closure.indptr) - 1), np.diff(closure.indptr))
     graph = RawGraph(
         name="closure",
         num_nodes={NODE_TYPE: num_rows},
-        edges={EDGE_TYPE: (sources, np.repeat(np.arange(len(closure.indptr) - 1), np.diff(closure.indptr)))},
+        edges={EDGE_TYPE: (sources, targets)},
         node_data={NODE_TYPE: weights},
     )
     return PARTITIONERS.get("metis")(options).assign(graph, num_ranks, seed).part_of[NODE_TYPE]
@@ -369,14 +376,15 @@ def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
     Layers with equal rows form one group. Adjacent groups are merged if there are more than
     :data:`MAX_GROUPS`.
     """
-    distinct_counts = np.unique(closure.counts[1:])
+    layer_counts = closure.counts[1:]
+    distinct_counts = np.unique(layer_counts)
     groups = np.array_split(distinct_counts, min(len(distinct_counts), MAX_GROUPS))
     row_indices = np.arange(len(closure.nodes))
-    degrees = closure.in_degrees + 1
+    work_per_layer = closure.in_degrees + 1
     weights = {}
     for group_index, group in enumerate(groups):
-        layers = closure.counts[1:][np.isin(closure.counts[1:], group)]
-        num_layers = len(layers) - np.searchsorted(np.sort(layers), row_indices, side="right")
-        weights[f"layers_{group_index}"] = num_layers * degrees
-
+        # A row is in all layers of the group with a count above its index.
+        group_counts = np.sort(layer_counts[np.isin(layer_counts, group)])
+        num_layers = len(group_counts) - np.searchsorted(group_counts, row_indices, side="right")
+        weights[f"layers_{group_index}"] = num_layers * work_per_layer
     return weights

@@ -79,8 +79,10 @@ class UnifiedGraph:
         ``bounds`` are the (S + 1,) first nodes of each server by node type, and ``topology`` has its ranks.
         By default they are those of the session.
         """
-        bounds = bounds or {ntype: g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes}
-        topology = topology or g.session.topology
+        if bounds is None:
+            bounds = {ntype: g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes}
+        if topology is None:
+            topology = g.session.topology
         return cls(
             ntypes=tuple(g.ntypes),
             structures={etype: _open_structure(g, etype, mask) for etype in g.canonical_etypes},
@@ -110,14 +112,14 @@ class UnifiedGraph:
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts.ravel())])
         sources = np.empty(starts[-1], np.int64)
         edge_ids = np.empty(starts[-1], np.int64)
-        for number, ((source, _, _), (positions, edges)) in enumerate(
-            zip(self.structures, pieces, strict=True)
-        ):
+
+        # The in-edges of a node are grouped by edge type, so each group is moved to its start.
+        for number, (source_type, _, _) in enumerate(self.structures):
+            positions, edges = pieces[number]
             shifts = starts[positions * len(pieces) + number] - edges.indptr[:-1]
             places = np.arange(len(edges.sources)) + np.repeat(shifts, np.diff(edges.indptr))
-            sources[places] = self.nodes.from_typed(self.ntypes.index(source), edges.sources)
+            sources[places] = self.nodes.from_typed(self.ntypes.index(source_type), edges.sources)
             edge_ids[places] = self.edges.from_typed(number, edges.edge_ids)
-
         return InEdges(indptr=starts[:: len(pieces)], sources=sources, edge_ids=edge_ids)
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
@@ -133,17 +135,18 @@ class UnifiedGraph:
     def find_typed_range(self, ntype: str, unified_range: tuple[int, int]) -> tuple[int, int]:
         """Return the half-open range of the ids of ``ntype`` in a range of unified ids."""
         kind = self.ntypes.index(ntype)
-        first, last = (
-            int(np.clip(bound - self.nodes.starts[kind], 0, self.nodes.counts[kind]).sum())
-            for bound in unified_range
-        )
-        return first, last
+        starts = self.nodes.starts[kind]
+        counts = self.nodes.counts[kind]
+        # Each rank has a range of the type. The nodes before a bound are counted in each of these ranges.
+        begin, end = (int(np.clip(bound - starts, 0, counts).sum()) for bound in unified_range)
+        return begin, end
 
     def unify(self, ids: Mapping[str, Array]) -> Array:
         """Return the (K,) int64 unified ids of nodes by type."""
-        return np.concatenate(
-            [NO_IDS, *(self.nodes.from_typed(self.ntypes.index(ntype), ids[ntype]) for ntype in ids)]
-        )
+        unified_ids = [NO_IDS]
+        for ntype, typed_ids in ids.items():
+            unified_ids.append(self.nodes.from_typed(self.ntypes.index(ntype), typed_ids))
+        return np.concatenate(unified_ids)
 
     def find_relations(self, edge_ids: Array) -> Array:
         """Return the (K,) int64 number of the edge type of each unified edge id."""
@@ -236,13 +239,17 @@ def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
     """Return ``plan`` by the types of ``g``. Sends nothing."""
     if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g).split(plan)
-    (ntype,), (etype,) = g.ntypes, g.canonical_etypes
-    typed = {id(layer): TypedLayer(rows={ntype: layer}, relations={etype: layer}) for layer in plan.layers}
-    return TypedPlan(nodes={ntype: plan.nodes}, layers=tuple(typed[id(layer)] for layer in plan.layers))
+    (ntype,) = g.ntypes
+    (etype,) = g.canonical_etypes
+    # Equal layers stay one object.
+    layers = {id(layer): TypedLayer(rows={ntype: layer}, relations={etype: layer}) for layer in plan.layers}
+    return TypedPlan(nodes={ntype: plan.nodes}, layers=tuple(layers[id(layer)] for layer in plan.layers))
 
 
 @final
 class _Splitter:
+    """Splits the layers of ``plan`` by type. ``kinds`` are the numbers of the types of the plan's nodes."""
+
     def __init__(self, graph: UnifiedGraph, kinds: Array, plan: RankPlan) -> None:
         self._graph = graph
         self._kinds = kinds
@@ -250,14 +257,17 @@ class _Splitter:
         self._row_in_type = _number_by_kind(kinds)
 
     def split(self, depth: int) -> TypedLayer:
-        plan, layer = self._plan, self._plan.layers[depth]
+        plan = self._plan
         graph = self._graph
+        layer = plan.layers[depth]
         own_kinds = self._kinds[: layer.own_rows]
         halo_kinds, halo_ids = graph.nodes.to_typed(layer.halo_nodes)
-        rows = {
-            ntype: self._rows_of_type(layer, kind, halo_ids[halo_kinds == kind], halo_kinds == kind)
-            for kind, ntype in enumerate(graph.ntypes)
-        }
+        rows = {}
+        for kind, ntype in enumerate(graph.ntypes):
+            is_halo = halo_kinds == kind
+            rows[ntype] = self._rows_of_type(layer, kind, halo_ids[is_halo], is_halo)
+
+        # Sources of a type are its own rows and then its halo rows.
         own_counts = np.bincount(own_kinds, minlength=len(graph.ntypes))
         halo_rows = own_counts[halo_kinds] + _number_by_kind(halo_kinds)
         source_rows = np.concatenate([self._row_in_type[: layer.own_rows], halo_rows])
@@ -278,12 +288,13 @@ class _Splitter:
             )
 
         edge_counts = plan.edge_counts.reshape(len(plan.layers), -1)[depth]
-        counts = zip(relations, edge_counts, strict=True)
-        skipped = [etype for etype, count in counts if not count]
+        skipped = {etype for etype, count in zip(relations, edge_counts, strict=True) if count == 0}
         return TypedLayer(rows=rows, relations=relations, skipped=frozenset(skipped))
 
     def _rows_of_type(self, layer: HaloLayer, kind: int, halo_ids: Array, is_halo: Array) -> HaloLayer:
-        senders = np.repeat(*np.array(layer.receive, np.int64).reshape(-1, 2).T)[is_halo]
+        # An empty list has no second dimension.
+        peers, num_rows = np.array(layer.receive, np.int64).reshape(-1, 2).T
+        senders = np.repeat(peers, num_rows)[is_halo]
         ranks, counts = np.unique(senders, return_counts=True)
         send = [(rank, self._row_in_type[rows[self._kinds[rows] == kind]]) for rank, rows in layer.send]
         return HaloLayer(
@@ -302,6 +313,7 @@ def _number_by_kind(kinds: Array) -> Array:
     """Return the (n,) int64 position of each item among the items of its kind."""
     order = np.argsort(kinds, kind="stable")
     counts = np.bincount(kinds)
-    numbers = np.empty(len(kinds), np.int64)
-    numbers[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return numbers
+    starts = np.cumsum(counts) - counts
+    positions = np.empty(len(kinds), np.int64)
+    positions[order] = np.arange(len(kinds)) - np.repeat(starts, counts)
+    return positions

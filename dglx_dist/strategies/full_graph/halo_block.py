@@ -50,14 +50,16 @@ class EmptyPartition(TorchFunctionMode):
         self._owner = owner
 
     def turn_on(self) -> None:
-        """Turn on the mode, unless one is on already, which an outer module or model has turned on."""
+        """Turn on the mode. Nothing happens if an outer module or model has turned on such a mode."""
         if not isinstance(current_function_mode(), EmptyPartition):
             self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __exit__(self, *error: Any) -> None:
         # An interrupt may have left nested modes on, because torch calls no hooks then.
-        while (mode := current_function_mode()) is not self and isinstance(mode, EmptyPartition):
+        mode = current_function_mode()
+        while mode is not self and isinstance(mode, EmptyPartition):
             mode.__exit__()
+            mode = current_function_mode()
         super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __torch_function__(
@@ -81,10 +83,13 @@ _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch
 
 
 def _resolve_sizes(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the ``sizes`` for a tensor of ``shape``, with -1 replaced if both have no rows."""
     known_size = math.prod(size for size in sizes[1:] if size != -1)
-    if len(shape) < 2 or shape[0] or not sizes or sizes[0] or -1 not in sizes or not known_size:
+    has_rows = len(shape) < 2 or shape[0] > 0
+    if has_rows or not sizes or sizes[0] or -1 not in sizes or not known_size:
         return tuple(sizes)
-    return tuple(math.prod(shape[1:]) // known_size if size == -1 else size for size in sizes)
+    row_size = math.prod(shape[1:])
+    return tuple(row_size // known_size if size == -1 else size for size in sizes)
 
 
 def tie_gradient(output: Any, rows: Tensor) -> Any:
@@ -112,27 +117,26 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
     set_frame(one_edge_block, make_fetched_frame(block.node_frames[0], fetch, 1))
     old_columns = dict(one_edge_block.dstdata.items())
     one_edge_block.update_all(message, reduce)
-    columns = {
-        name: rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
-        for name, rows in one_edge_block.dstdata.items()
-        if old_columns.get(name) is not rows
-    }
+    columns = {}
+    for name, rows in one_edge_block.dstdata.items():
+        if old_columns.get(name) is not rows:
+            columns[name] = rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
     for rows in read_columns.values():
         columns = tie_gradient(columns, rows)
     return columns
 
 
 def _make_one_edge_block(block: Any) -> Any:
+    """Return a block of the same type with one edge, and zeros in the columns of destinations and edges."""
     source, relation, destination = block.canonical_etypes[0]
     ends = torch.zeros(1, dtype=block.idtype)
-    ntypes = {source: 1}, {destination: 1}
-    block_with_edge = dgl.create_block({(source, relation, destination): (ends, ends)}, *ntypes)
-    block_with_edge = place(block_with_edge, block.device)
-    pairs = (block_with_edge.dstdata, block.dstdata), (block_with_edge.edata, block.edata)
-    for target, source_data in pairs:
-        for name, rows in source_data.items():
-            target[name] = _make_zero_row(rows)
-    return block_with_edge
+    edges = {(source, relation, destination): (ends, ends)}
+    one_edge_block = place(dgl.create_block(edges, {source: 1}, {destination: 1}), block.device)
+    for name, rows in block.dstdata.items():
+        one_edge_block.dstdata[name] = _make_zero_row(rows)
+    for name, rows in block.edata.items():
+        one_edge_block.edata[name] = _make_zero_row(rows)
+    return one_edge_block
 
 
 def _make_zero_row(rows: Tensor) -> Tensor:
@@ -264,20 +268,24 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         cover = self._exchange.cover
         if cover is None or getattr(reduce, "name", "") not in ("sum", "mean"):
             return {}
-        weights, name = None, ""
+
+        weights = None
         if isinstance(message, CopyMessageFunction) and message.name == "copy_u":
             name = message.in_field
         elif isinstance(message, BinaryMessageFunction) and message.name == "u_mul_e":
             name = message.lhs_field
             weights = (message.rhs_field, self.edata[message.rhs_field])
-
-        rows = own_rows(name) if name and message.out_field == reduce.msg_field else None
+        else:
+            return {}
+        rows = own_rows(name) if message.out_field == reduce.msg_field else None
         if rows is None or not rows.is_floating_point():
             return {}
+
         sums = cover.sums(rows, weights)
         if sums is None:
             return {}
         if reduce.name == "mean":
+            # Each dimension of a row needs one of the degrees.
             degrees = self.in_degrees().clamp(min=1).to(sums)
             sums = sums / degrees.view(-1, *[1] * (sums.dim() - 1))
         return {reduce.out_field: sums}
@@ -317,10 +325,14 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
             return super().out_degrees(u, etype)
         if not self.degrees:
             self.degrees.append(self._fetch_out_degrees(self._sources))
-        degrees = self.degrees[0] = self.degrees[0].to(device=self.device, dtype=self.idtype)
+
+        degrees = self.degrees[0].to(device=self.device, dtype=self.idtype)
+        self.degrees[0] = degrees
         if is_all(u):
             return degrees[: self.own_rows] if self._is_of_own_rows else degrees
-        return int(degrees[u]) if isinstance(u, int) else degrees[torch.as_tensor(u).long()]
+        if isinstance(u, int):
+            return int(degrees[u])
+        return degrees[torch.as_tensor(u).long()]
 
     def update_all(
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
@@ -371,6 +383,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return get_own_rows(self.node_frames[0], name)
 
     def _with_fetched_sources(self) -> HaloBlock:
+        """Return a block that exchanges the columns of own rows when they are read."""
         frame = self.node_frames[0]
         if all(get_own_rows(frame, name) is None for name in frame):
             return self
@@ -380,11 +393,12 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return block
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
-        if side == 0 and is_all(rows) and self._is_of_own_rows:
-            for name, column in data.items():
-                self.set_own(name, column)
-            return
+        # Side 0 are the sources.
         if side == 0 and is_all(rows):
+            if self._is_of_own_rows:
+                for name, column in data.items():
+                    self.set_own(name, column)
+                return
             data = {name: self.all_rows(column) for name, column in data.items()}
         super().set_columns(side, rows, data)
 
@@ -410,7 +424,8 @@ def halo_block(
     """
     sources = list_sources(layer, nodes)
     plain = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), len(sources), etype)
-    plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
+    plain.srcdata[dgl.NID] = sources
+    plain.dstdata[dgl.NID] = sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = torch.from_numpy(layer.edge_ids)
     if edge_order is not None:
         note_edge_order(plain, edge_order)
@@ -429,26 +444,29 @@ def list_sources(layer: HaloLayer, nodes: Tensor) -> Tensor:
 
 
 def repeat_first_row(rows: Tensor, layer: HaloLayer) -> Tensor:
+    """Append the first of ``rows`` if the block of ``layer`` repeats it."""
     return torch.cat([rows, rows[:1]]) if needs_repeated_row(layer) else rows
 
 
 def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tensor | None = None) -> Tensor:
     """Return the rows of all sources of the block of ``layer``. See :meth:`HaloBlock.all_rows`."""
-    count = len(h) if h.dim() else 0
-    sources = layer.num_sources + needs_repeated_row(layer)
-    if count == sources:
+    num_rows = len(h) if h.dim() else 0
+    repeats_row = needs_repeated_row(layer)
+    num_sources = layer.num_sources + repeats_row
+    if num_rows == num_sources:
         return h
-
-    if count != layer.own_rows:
+    if num_rows != layer.own_rows:
         raise ConfigError(
-            f"source rows of shape {tuple(h.shape)} for a block of {layer.own_rows} own rows, {sources} "
+            f"source rows of shape {tuple(h.shape)} for a block of {layer.own_rows} own rows, {num_sources} "
             f"sources and {layer.targets} destinations; pass a layer the uncut output of the "
             "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
         )
 
-    rows = exchange.exchange(h, None if kept is None else kept[: len(layer.halo_nodes)])
+    if kept is not None:
+        kept = kept[: len(layer.halo_nodes)]
+    rows = exchange.exchange(h, kept)
     # The repeated source has no edge, so its gradient is zero.
-    return torch.cat([rows, h[:1].detach()]) if needs_repeated_row(layer) else rows
+    return torch.cat([rows, h[:1].detach()]) if repeats_row else rows
 
 
 @final

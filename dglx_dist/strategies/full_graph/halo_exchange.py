@@ -52,9 +52,9 @@ def gather_rows(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
 
 def copy_rows(source: Tensor, target: Tensor) -> Iterator[bool]:
     """Copy ``source`` to ``target``, both (n, ...), in steps. Yield True after each step."""
-    step = _count_rows_per_piece(_STEP_BYTES, source)
-    for first in range(0, len(source), step):
-        target[first : first + step].copy_(source[first : first + step])
+    step_rows = _count_rows_per_piece(_STEP_BYTES, source)
+    for start in range(0, len(source), step_rows):
+        target[start : start + step_rows].copy_(source[start : start + step_rows])
         yield True
 
 
@@ -64,38 +64,42 @@ def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]
     ``rows`` has the (k,) distinct int64 positions of each peer's rows. Pieces are added round-robin over the
     peers, in an order that does not depend on their arrival. So sums are reproducible to the bit.
     """
-    additions = [
-        _add_from_peer(total, peer_rows, part)
-        for peer_rows, part in zip(rows, incoming, strict=True)
-        if part.rows.numel()
-    ]
+    additions = []
+    for peer_rows, message in zip(rows, incoming, strict=True):
+        if message.rows.numel():
+            additions.append(_add_from_peer(total, peer_rows, message))
+
     while additions:
-        remaining = []
-        for pieces in additions:
-            is_added = next(pieces, None)
+        unfinished = []
+        for addition in additions:
+            is_added = next(addition, None)
             while is_added is False:
                 yield False
-                is_added = next(pieces, None)
+                is_added = next(addition, None)
             if is_added:
                 yield True
-                remaining.append(pieces)
-        additions = remaining
+                unfinished.append(addition)
+        additions = unfinished
 
 
-def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool]:
-    num_bytes = 0
-    for piece_rows, piece in zip(_cut_like(rows, part.rows), _cut_like(part.rows, part.rows), strict=True):
-        num_bytes += piece.numel() * piece.element_size()
-        while part.num_arrived < num_bytes:
+def _add_from_peer(total: Tensor, rows: Tensor, message: Incoming) -> Iterator[bool]:
+    """Add the rows of one peer in pieces. Yield True after each piece, and False while it is in transit."""
+    end_bytes = 0
+    row_pieces = _cut_like(message.rows, message.rows)
+    for piece_rows, piece in zip(_cut_like(rows, message.rows), row_pieces, strict=True):
+        end_bytes += piece.numel() * piece.element_size()
+        while message.num_arrived < end_bytes:
             yield False
         # Move the piece before its dtype is changed. Otherwise torch would convert it on the host and wait.
-        total.index_add_(0, piece_rows, piece.to(total.device, non_blocking=True).to(total.dtype))
+        moved_piece = piece.to(total.device, non_blocking=True)
+        total.index_add_(0, piece_rows, moved_piece.to(total.dtype))
         yield True
 
 
 def _cut_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    step = _count_rows_per_piece(PIECE_BYTES, rows)
-    return (ids[first : first + step] for first in range(0, len(ids), step))
+    """Cut the (n, ...) ``ids`` into the pieces in which the (n, ...) ``rows`` are copied and added."""
+    piece_rows = _count_rows_per_piece(PIECE_BYTES, rows)
+    return (ids[start : start + piece_rows] for start in range(0, len(ids), piece_rows))
 
 
 def _count_rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
@@ -127,17 +131,19 @@ class HaloExchange:
     def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
         self._session = session
         self._exchanges = row_exchanges(session)
-        self.number, self.wire = number, wire
+        self.number = number
+        self.wire = wire
         self.own_rows = layer.own_rows
         self.num_halo = len(layer.halo_nodes)
         self.num_edges = len(layer.edge_ids)
-        rows = [torch.from_numpy(rows) for _, rows in layer.send]
-        self._sent_rows = {torch.device("cpu"): rows}
+        self._sent_rows = {torch.device("cpu"): [torch.from_numpy(rows) for _, rows in layer.send]}
+        """Positions of the rows for each peer, by device."""
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
         requests = np.concatenate([layer.halo_nodes, *(peer_rows for _, peer_rows in layer.send)])
         self.digest = zlib.crc32(requests.data)
+        """Checksum of the rows that this rank receives and sends."""
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def for_layer(self, number: int) -> HaloExchange:
@@ -159,14 +165,14 @@ class HaloExchange:
 
         ``kept`` is the (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward
         sends nothing. Pass it on all ranks or on none. Raises ConfigError if ``h`` or ``kept`` has another
-        number of rows, and PeerError if a peer is dead, silent, or at another exchange. The message has its
-        rank.
+        number of rows. Raises PeerError with the rank of a peer that is dead, silent, or calls another layer.
         """
         self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:
             self._check_rows(kept, self.num_halo, "the halo rows")
         if not self._sent and not self._received:
             return h
+
         stale: StaleHalos | None = self._exchanges.stale
         if kept is None and stale is not None and torch.is_grad_enabled():
             return cast("Tensor", _AppendLate.apply(self, stale.next_late_rows(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -176,13 +182,12 @@ class HaloExchange:
                 f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
                 "are not available; use recompute='keep' or 'none'"
             )
-
         return cast("Tensor", _Append.apply(self, h, kept, False))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
         """Return only the (n_halo, ...) halo rows, without gradient. Use it for rows that are fetched once.
 
-        ``out`` is contiguous memory for them. By default it is allocated. For errors see :meth:`exchange`.
+        ``out`` is contiguous memory for the result, by default new memory. For errors see :meth:`exchange`.
         """
         self._check_rows(rows, self.own_rows, "the own rows")
         halo = rows.new_empty((self.num_halo, *rows.shape[1:])) if out is None else out
@@ -199,7 +204,6 @@ class HaloExchange:
         else:
             local_rows.copy_(h)
             halo.copy_(kept)
-
         return sources
 
     def return_gradients(self, gradient: Tensor) -> Tensor:
@@ -211,50 +215,56 @@ class HaloExchange:
         gradient = gradient.detach()
         local_gradient = gradient[: self.own_rows]
         halo = gradient[self.own_rows :]
-
-        # Half precision would round after each addition.
-        sum_dtype = torch.float32 if gradient.dtype in HALVES else gradient.dtype
+        sum_dtype = _choose_sum_dtype(gradient.dtype)
         total = torch.empty(local_gradient.shape, dtype=sum_dtype, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
         received = self._reserve_memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
 
         # The two iterators copy and add rows while the messages are on their way.
+        copies = copy_rows(local_gradient, total)
         additions = add_rows(total, self.rows_on(total.device), incoming)
-        self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(local_gradient, total), additions))
+        self._swap(outgoing, incoming, BACKWARD, chain(copies, additions))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, local_rows: Tensor | None = None) -> None:
-        is_readable = self._is_readable(h)
-        rows_to = self.rows_on(h.device)
-        target = halo if is_readable else allocate_host_memory(halo.shape, halo)
-        if is_readable:
+        """Send rows of ``h`` to the peers, and fill ``halo``. Copy ``h`` to ``local_rows`` meanwhile."""
+        work: Iterable[bool] = () if local_rows is None else copy_rows(h, local_rows)
+        rows_by_peer = self.rows_on(h.device)
+        if self._is_readable(h):
             sent = self._reserve_memory(self._exchanges.sent, self._num_sent, h)
-            outgoing, incoming = self.messages(sent, target, phase)
-            for message, rows in zip(outgoing, rows_to, strict=True):
+            outgoing, incoming = self.messages(sent, halo, phase)
+            for message, rows in zip(outgoing, rows_by_peer, strict=True):
                 message.pieces = gather_rows(h, rows, message.rows)
-        else:
-            rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
-            outgoing, incoming = self.messages(copy_to_host([rows])[0], target, phase)
+            self._swap(outgoing, incoming, phase, work)
+            return
 
-        self._swap(outgoing, incoming, phase, () if local_rows is None else copy_rows(h, local_rows))
-        if not is_readable:
-            halo.copy_(target, non_blocking=True)
+        # Rows on the accelerator cross the network from and into host memory. Without peers, h[:0] is sent.
+        sent = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_by_peer)])
+        host_halo = allocate_host_memory(halo.shape, halo)
+        outgoing, incoming = self.messages(copy_to_host([sent])[0], host_halo, phase)
+        self._swap(outgoing, incoming, phase, work)
+        halo.copy_(host_halo, non_blocking=True)
 
     def _swap(
         self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, work: Iterable[bool]
     ) -> None:
+        """Exchange the messages with the peers, and do ``work`` in the meantime."""
         # All rows are in the same kind of memory.
         messages: list[Outgoing | Incoming] = [*outgoing, *incoming]
         is_direct = any(self._is_direct(message.rows) for message in messages)
         exchange = self._exchanges.devices if is_direct else self._exchanges.streams
         assert exchange is not None
+
         codec = None
         if self.wire != "same" and phase != ONCE:
-            seeds = self._session.seed, self._exchanges.step, 2 * self.number + (phase == BACKWARD)
-            codec = row_codec(self.wire, messages[0].rows, seeds)
-        kind = self.describe(phase)
-        exchange.post(outgoing, incoming, kind, phase=phase, layer=self.number, codec=codec)(work)
+            # Forward and backward of a layer need different random numbers.
+            exchange_number = 2 * self.number + (phase == BACKWARD)
+            rounding_key = self._session.seed, self._exchanges.step, exchange_number
+            codec = row_codec(self.wire, messages[0].rows, rounding_key)
+        name = self.describe(phase)
+        wait = exchange.post(outgoing, incoming, name, phase=phase, layer=self.number, codec=codec)
+        wait(work)
 
     def describe(self, phase: str) -> str:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
@@ -271,22 +281,25 @@ class HaloExchange:
         return outgoing, [Incoming(rank=rank, rows=rows) for rank, rows in pieces]
 
     def _reserve_memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
+        """Return memory for messages of ``num_rows`` rows like those of ``like``. Host memory is reused."""
         shape = (num_rows, *like.shape[1:])
         if is_on_host(like):
             return buffer.take(shape, like.dtype)
         return like.new_empty(shape) if self._is_direct(like) else allocate_host_memory(shape, like)
 
     def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
-        """Return the own rows sent to each peer. They are copied to ``device`` once, by ``copy`` if given."""
+        """Return the positions of each peer's rows, copied to ``device`` once, by ``copy`` if it is given."""
         if device not in self._sent_rows:
-            copy = copy or (lambda rows: rows.to(device))
-            self._sent_rows[device] = [copy(rows) for rows in self._sent_rows[torch.device("cpu")]]
+            host_rows = self._sent_rows[torch.device("cpu")]
+            self._sent_rows[device] = [copy(rows) if copy else rows.to(device) for rows in host_rows]
         return self._sent_rows[device]
 
     def _is_readable(self, rows: Tensor) -> bool:
+        """Return whether ``rows`` can be sent from where they are."""
         return is_on_host(rows) or self._is_direct(rows)
 
     def _is_direct(self, rows: Tensor) -> bool:
+        """Return whether ``rows`` are sent from one accelerator to another."""
         return self._exchanges.devices is not None and self.wire == "same" and not is_on_host(rows)
 
     def _check_rows(self, tensor: Tensor, expected: int, rows_name: str) -> None:
@@ -319,13 +332,17 @@ class CoverExchange:
             send=cover.send_edges,
         )
         self._edges = HaloExchange(session, edges, uncovered.number)
-        index = torch.from_numpy(np.where(cover.layer.edge_ids < 0, num_edges, cover.layer.edge_ids))
-        partial, total = (
-            build_block(torch.from_numpy(csc.indptr), torch.from_numpy(csc.indices), num_sources)
-            for csc, num_sources in ((cover, uncovered.own_rows), (cover.layer, cover.layer.num_sources))
-        )
-        self._graphs = {torch.device("cpu"): (partial, total, index)}
+
+        # The edge of a partial sum has no weight of its own. Its position is behind those of all in-edges.
+        layer = cover.layer
+        positions = torch.from_numpy(np.where(layer.edge_ids < 0, num_edges, layer.edge_ids))
+        own_rows = uncovered.own_rows
+        partial = build_block(torch.from_numpy(cover.indptr), torch.from_numpy(cover.indices), own_rows)
+        num_sources = layer.num_sources
+        total = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), num_sources)
+        self._graphs = {torch.device("cpu"): (partial, total, positions)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
+        """Weights, their version, and the weights of the summands on this rank, by name."""
 
     def for_layer(self, number: int) -> CoverExchange:
         exchange = copy.copy(self)
@@ -341,53 +358,67 @@ class CoverExchange:
         the ranks that use them. The result is None on all ranks if weights are learned, or computed in an
         evaluation without gradient. Then rows must be exchanged instead (attention).
         """
-        partial, total, index = self._graphs_on(h.device)
+        partial, total, positions = self._graphs_on(h.device)
         if weights is None:
-            return cast("Tensor", ops.copy_u_sum(total, self._exchange_rows(h, ops.copy_u_sum(partial, h))))
-        edge_weights = weights[1]
-        is_number = edge_weights.dim() <= h.dim() and math.prod(edge_weights.shape[1:]) == 1
-        remote = self._fetch_weights(*weights) if is_number else None
-        if remote is None:
+            rows = self._exchange_rows(h, ops.copy_u_sum(partial, h))
+            return cast("Tensor", ops.copy_u_sum(total, rows))
+
+        name, edge_weights = weights
+        num_weights = math.prod(edge_weights.shape[1:])
+        if num_weights != 1 or edge_weights.dim() > h.dim():
+            return None
+        remote_weights = self._fetch_weights(name, edge_weights)
+        if remote_weights is None:
             return None
 
+        rows = self._exchange_rows(h, ops.u_mul_e_sum(partial, h, remote_weights))
         # Weights are already applied to partial sums.
-        edge_weights = torch.cat([edge_weights, edge_weights.new_ones(1, *edge_weights.shape[1:])])[index]
-        rows = self._exchange_rows(h, ops.u_mul_e_sum(partial, h, remote))
-        return cast("Tensor", ops.u_mul_e_sum(total, rows, edge_weights))
+        weight_of_sums = edge_weights.new_ones(1, *edge_weights.shape[1:])
+        total_weights = torch.cat([edge_weights, weight_of_sums])[positions]
+        return cast("Tensor", ops.u_mul_e_sum(total, rows, total_weights))
 
-    def _exchange_rows(self, h: Tensor, partial: Tensor) -> Tensor:
-        return self._rows.exchange(torch.cat([h, partial]) if len(partial) else h)
+    def _exchange_rows(self, h: Tensor, partial_sums: Tensor) -> Tensor:
+        rows = torch.cat([h, partial_sums]) if len(partial_sums) else h
+        return self._rows.exchange(rows)
 
     def _fetch_weights(self, name: str, weights: Tensor) -> Tensor | None:
+        """Return the weights of the summands on this rank, or None if they may change in each step."""
         # All ranks must decide equally, even ranks without edges. So tensors are compared by identity.
-        known_weights, version, remote = self._weights.get(name, (None, 0, weights))
-        if known_weights is weights and version == get_version(weights) is not None:
-            return remote
+        version = get_version(weights)
+        if name in self._weights and version is not None:
+            known_weights, known_version, remote_weights = self._weights[name]
+            if known_weights is weights and known_version == version:
+                return remote_weights
         if weights.requires_grad or not torch.is_grad_enabled():
             return None
-        remote = self._edges.fetch(weights, phase=ONCE)
-        self._weights[name] = weights, get_version(weights), remote
-        return remote
+
+        remote_weights = self._edges.fetch(weights, phase=ONCE)
+        self._weights[name] = weights, version, remote_weights
+        return remote_weights
 
     def _graphs_on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
-        partial, total, index = self._graphs[torch.device("cpu")]
+        """Return the graph of partial sums, the graph of total sums, and the positions of its weights."""
         if device not in self._graphs:
-            self._graphs[device] = place(partial, device), place(total, device), index.to(device)
+            partial, total, positions = self._graphs[torch.device("cpu")]
+            self._graphs[device] = place(partial, device), place(total, device), positions.to(device)
         return self._graphs[device]
 
 
 @final
 class _Append(torch.autograd.Function):
-    """Maps (own_rows, ...) to (own_rows + n_halo, ...). With ``back`` it is the adjoint."""
+    """Maps (own_rows, ...) to (own_rows + n_halo, ...). With ``is_adjoint`` it maps gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, halo: HaloExchange, rows: Tensor, kept: Tensor | None, back: bool) -> Tensor:
-        ctx.halo, ctx.back = halo, back
-        return halo.return_gradients(rows) if back else halo.append(rows.detach(), kept)
+    def forward(ctx: Any, halo: HaloExchange, rows: Tensor, kept: Tensor | None, is_adjoint: bool) -> Tensor:
+        ctx.halo = halo
+        ctx.is_adjoint = is_adjoint
+        if is_adjoint:
+            return halo.return_gradients(rows)
+        return halo.append(rows.detach(), kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        result = _Append.apply(ctx.halo, gradient, None, not ctx.back)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        result = _Append.apply(ctx.halo, gradient, None, not ctx.is_adjoint)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return None, result, None, None
 
 
@@ -396,10 +427,14 @@ class _AppendLate(torch.autograd.Function):
     """:class:`_Append` with halo rows and gradients of the previous epoch."""
 
     @staticmethod
-    def forward(ctx: Any, halo: HaloExchange, late: list[LateRows], h: Tensor) -> Tensor:
-        ctx.halo, ctx.gradients = halo, late[1]
-        sent = (h.detach().index_select(0, rows) for rows in halo.rows_on(h.device))
-        return torch.cat([h.detach(), late[0].swap(sent, halo, FORWARD, h).to(h.device)])
+    def forward(ctx: Any, halo: HaloExchange, late_rows: list[LateRows], h: Tensor) -> Tensor:
+        late_halo, late_gradients = late_rows
+        ctx.halo = halo
+        ctx.late_gradients = late_gradients
+        h = h.detach()
+        sent = (h.index_select(0, rows) for rows in halo.rows_on(h.device))
+        halo_rows = late_halo.swap(sent, halo, FORWARD, h)
+        return torch.cat([h, halo_rows.to(h.device)])
 
     @staticmethod
     @once_differentiable
@@ -408,17 +443,19 @@ class _AppendLate(torch.autograd.Function):
         own_gradient = gradient[: halo.own_rows]
         halo_gradient = gradient[halo.own_rows :]
         sent_counts, received_counts = halo.counts(BACKWARD)
-        received = ctx.gradients.swap(
-            (part for _, part in _cut_by_counts(halo_gradient, sent_counts)), halo, BACKWARD, own_gradient
-        )
-        sum_dtype = torch.float32 if own_gradient.dtype in HALVES else own_gradient.dtype
-        total = own_gradient.to(sum_dtype, copy=True)
-        for rows, (_, part) in zip(
-            halo.rows_on(own_gradient.device), _cut_by_counts(received, received_counts), strict=True
-        ):
-            total.index_add_(0, rows, part.to(total))
+        sent = (piece for _, piece in _cut_by_counts(halo_gradient, sent_counts))
+        received = ctx.late_gradients.swap(sent, halo, BACKWARD, own_gradient)
 
+        total = own_gradient.to(_choose_sum_dtype(own_gradient.dtype), copy=True)
+        pieces = _cut_by_counts(received, received_counts)
+        for rows, (_, piece) in zip(halo.rows_on(total.device), pieces, strict=True):
+            total.index_add_(0, rows, piece.to(total))
         return None, None, total.to(own_gradient.dtype)
+
+
+def _choose_sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    # Half precision would round after each addition.
+    return torch.float32 if dtype in HALVES else dtype
 
 
 @final
@@ -430,18 +467,23 @@ class LateRows:
         self._out = ReusableBuffer()
         self._in = ReusableBuffer()
         self._wait: Wait | None = None
+        """Function that waits for rows in transit. None if there are none."""
         self.rows: Tensor | None = None
-        self._peers: object = None
+        self._received_counts: object = None
+        """(rank, number of rows) pairs of :attr:`rows`. None before the first exchange."""
         self.is_used = False
         """Whether the exchange has run in this epoch."""
 
     def arrive(self, *, keep: bool = True) -> None:
         """Wait for rows in transit. Without ``keep``, forget them, so that the next exchange is exact."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
+        if self._wait is not None:
+            wait = self._wait
+            # An exchange that fails must not be waited for again.
+            self._wait = None
             wait()
             self.rows = self._target
-        self.rows = self.rows if keep else None
+        if not keep:
+            self.rows = None
 
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
         """Send ``sent`` and return the (k, ...) rows of the previous epoch, or of this one if there are none.
@@ -454,22 +496,30 @@ class LateRows:
                 f"{name} ran twice in one step; add up the losses and call backward once, or use staleness=0"
             )
 
-        _, received_counts = halo.counts(phase)
-        self.arrive(keep=self._peers in (None, received_counts))
-        self.is_used, self._peers = True, received_counts
-        sent_buffer, self._target = (
-            memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
-            for memory, counts in zip((self._out, self._in), halo.counts(phase), strict=True)
-        )
-        if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
-            self.rows = None  # The rows are of another model or precision, so this exchange is exact.
-        outgoing, incoming = halo.messages(sent_buffer, self._target, phase)
+        # Rows of other peers or of another number do not fit this exchange.
+        sent_counts, received_counts = halo.counts(phase)
+        self.arrive(keep=self._received_counts in (None, received_counts))
+        self.is_used = True
+        self._received_counts = received_counts
+        sent_rows = _take_rows(self._out, sent_counts, like)
+        self._target = _take_rows(self._in, received_counts, like)
+        late_rows = self.rows
+        if late_rows is not None and (late_rows.shape, late_rows.dtype) != (self._target.shape, like.dtype):
+            self.rows = None  # Rows of another model or precision do not fit, so this exchange is exact.
+
+        outgoing, incoming = halo.messages(sent_rows, self._target, phase)
         for message, rows in zip(outgoing, sent, strict=True):
             message.rows.copy_(rows)
         self._wait = self._exchange.post(outgoing, incoming, name, phase=phase, layer=halo.number)
         if self.rows is None:
             self.arrive()
         return cast("Tensor", self.rows)
+
+
+def _take_rows(buffer: ReusableBuffer, counts: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+    """Return memory of ``buffer`` for the rows of ``counts``, in the dtype and the width of ``like``."""
+    num_rows = sum(count for _, count in counts)
+    return buffer.take((num_rows, *like.shape[1:]), like.dtype)
 
 
 _MAX_PASSES = 100
@@ -485,25 +535,22 @@ class StaleHalos:
 
     def __init__(self, session: Session) -> None:
         self._exchanges = row_exchanges(session)
-        exchange = self._exchanges.late = self._exchanges.late or CallExchange(session)
+        exchange = self._exchanges.late
+        if exchange is None:
+            exchange = CallExchange(session)
+            self._exchanges.late = exchange
         self._late = defaultdict[str, LateRows](lambda: LateRows(exchange))
         self._epoch = -1
         self._passes = 0
         self._calls = Counter[int]()
+        """Number of exchanges of each layer in this epoch."""
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
         """Use late rows in this block, which is one forward pass of the model."""
         self._passes += 1
         if self._epoch != epoch:
-            self._epoch = epoch
-            self._passes = 1
-            self._calls = Counter()
-            for late in self._late.values():
-                if not late.is_used:
-                    late.arrive(keep=False)
-                late.is_used = False
-
+            self._begin_epoch(epoch)
         if self._passes > _MAX_PASSES:
             raise ConfigError(
                 f"{_MAX_PASSES} forward passes ran without a change of the weights, which would end an "
@@ -511,14 +558,25 @@ class StaleHalos:
                 "by .data"
             )
 
-        previous, self._exchanges.stale = self._exchanges.stale, self
+        outer_stale = self._exchanges.stale
+        self._exchanges.stale = self
         try:
             yield
         finally:
-            self._exchanges.stale = previous
+            self._exchanges.stale = outer_stale
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._passes = 1
+        self._calls = Counter()
+        for late in self._late.values():
+            # Rows of an exchange that did not run are older than one epoch.
+            if not late.is_used:
+                late.arrive(keep=False)
+            late.is_used = False
 
     def next_late_rows(self, halo: HaloExchange) -> list[LateRows]:
-        """Return the late rows and gradients of the layer's next exchange in this epoch."""
+        """Return the late rows and the late gradients of the layer's next exchange in this epoch."""
         self._calls[halo.number] += 1
         # The digest keeps rows of another structure from being used, for example after a resume.
         key = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
@@ -526,19 +584,26 @@ class StaleHalos:
 
     def state(self) -> dict[str, Tensor]:
         """Wait for rows in transit, and return the rows that the next epoch uses."""
-        for late in self._late.values():
+        rows_by_name = {}
+        for name, late in self._late.items():
             late.arrive()
-        return {key: late.rows for key, late in self._late.items() if late.is_used and late.rows is not None}
+            if late.is_used and late.rows is not None:
+                rows_by_name[name] = late.rows
+        return rows_by_name
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue with the result of :meth:`state`. With {} the next epoch is exact."""
+        # An exchange in transit must end before its rows are dropped.
         self.state()
         self._late.clear()
         self._epoch = -1
         for name, rows in state.items():
-            self._late[name].rows, self._late[name].is_used = rows, True
+            late = self._late[name]
+            late.rows = rows
+            late.is_used = True
 
 
 def _cut_by_counts(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+    """Cut ``rows`` by the (rank, number of rows) pairs ``counts``, and yield ranks and pieces."""
     pieces = torch.split(rows, [count for _, count in counts])
     return zip((rank for rank, _ in counts), pieces, strict=True)

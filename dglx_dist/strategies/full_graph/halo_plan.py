@@ -180,20 +180,20 @@ class PairCover:
         return np.concatenate([sizes, self.rows, self.counts, self.sources])
 
     @classmethod
-    def from_message(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
+    def from_message(cls, rank: int, message: Array, num_rows: int) -> PairCover:
         """Read the message of ``rank``, which receives ``num_rows`` halo rows if there is no cover.
 
         Raises PeerError if the numbers are inconsistent, or refer to other rows.
         """
-        sizes = numbers[:3]
-        values = numbers[3:]
-        is_array = numbers.dtype == np.int64 and numbers.ndim == 1
-        if is_array and len(sizes) == 3 and numbers.min() >= 0:
+        sizes = message[:3]
+        values = message[3:]
+        has_sizes = message.dtype == np.int64 and message.ndim == 1 and len(sizes) == 3
+        if has_sizes and message.min() >= 0:
             rows, counts, sources = np.split(values, np.cumsum(sizes[:2]))
             # Each number is checked by itself first, because sums may overflow.
-            is_consistent = max(sizes) <= len(values) == sizes.sum() and counts.max(initial=0) <= len(sources)
-            largest = max(rows.max(initial=-1), sources.max(initial=-1))
-            if is_consistent and counts.sum() == len(sources) and largest < num_rows:
+            fits = max(sizes) <= len(values) == sizes.sum() and counts.max(initial=0) <= len(sources)
+            largest_row = max(rows.max(initial=-1), sources.max(initial=-1))
+            if fits and counts.sum() == len(sources) and largest_row < num_rows:
                 return cls(rows=rows, targets=NO_IDS, counts=counts, sources=sources, edges=NO_IDS)
 
         raise PeerError(
@@ -227,48 +227,51 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
             edges=edges[is_summed_edge],
         )
         first_source += count
-
     return covers
 
 
 def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
     """Build the cover of ``layer`` from the exchanges with its peers, by ascending rank."""
+    # Partial sums for other ranks follow the own rows, and are sent like own rows.
     own_rows = layer.own_rows
     send = list[tuple[int, Array]]()
     summands = [NO_IDS]
     for rank, rows in layer.send:
         pair = sent[rank]
-        sums = own_rows + np.arange(len(pair.counts))
-        send.append((rank, np.concatenate([rows[pair.rows], sums])))
+        sum_rows = own_rows + np.arange(len(pair.counts))
+        send.append((rank, np.concatenate([rows[pair.rows], sum_rows])))
         summands.append(rows[pair.sources])
-        own_rows += len(sums)
+        own_rows += len(sum_rows)
 
+    # The halo of a peer has its rows first, and then its partial sums, which replace some in-edges.
     is_kept = np.ones(len(layer.indices), bool)
-    new_rows = np.arange(layer.num_sources)
-    old_row = layer.own_rows
-    new_row = own_rows
-    sum_rows = [NO_IDS]
+    new_positions = np.arange(layer.num_sources)
+    old_start = layer.own_rows
+    new_end = own_rows
+    received_sums = [NO_IDS]
+    sum_targets = [NO_IDS]
     for rank, count in layer.receive:
         pair = received[rank]
         is_kept[pair.edges] = False
-        new_rows[old_row + pair.rows] = new_row + np.arange(len(pair.rows))
-        new_row += len(pair.rows) + len(pair.targets)
-        sum_rows.append(np.arange(new_row - len(pair.targets), new_row))
-        old_row += count
+        new_positions[old_start + pair.rows] = new_end + np.arange(len(pair.rows))
+        new_end += len(pair.rows) + len(pair.targets)
+        received_sums.append(np.arange(new_end - len(pair.targets), new_end))
+        sum_targets.append(pair.targets)
+        old_start += count
 
+    # Each partial sum is the source of one edge. Edges are sorted by target.
     edges = np.flatnonzero(is_kept)
-    pairs = received.values()
-    target = np.concatenate([_expand_edge_targets(layer)[edges], *(pair.targets for pair in pairs)])
-    order = np.argsort(target, kind="stable")
-    sums = np.concatenate(sum_rows)
+    sums = np.concatenate(received_sums)
+    targets = np.concatenate([_expand_edge_targets(layer)[edges], *sum_targets])
+    order = np.argsort(targets, kind="stable")
     return Cover(
         layer=HaloLayer(
             own_rows=own_rows,
             targets=layer.targets,
-            indptr=_compute_offsets(np.bincount(target, minlength=layer.targets)),
-            indices=np.concatenate([new_rows[layer.indices[edges]], sums])[order],
+            indptr=_compute_offsets(np.bincount(targets, minlength=layer.targets)),
+            indices=np.concatenate([new_positions[layer.indices[edges]], sums])[order],
             edge_ids=np.concatenate([edges, np.full(len(sums), -1)])[order],
-            halo_nodes=np.full(new_row - own_rows, -1),
+            halo_nodes=np.full(new_end - own_rows, -1),
             receive=tuple((rank, len(pair.rows) + len(pair.targets)) for rank, pair in received.items()),
             send=tuple(send),
         ),
@@ -280,6 +283,7 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
 
 
 def _expand_edge_targets(layer: HaloLayer) -> Array:
+    """Return the (E,) target of each in-edge."""
     return np.repeat(np.arange(layer.targets), np.diff(layer.indptr))
 
 
@@ -324,17 +328,22 @@ def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
 
     def to_json(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            first = sum(map(len, arrays))
+            # All arrays are stored as one, so the JSON has the range of each.
+            start = sum(map(len, arrays))
             arrays.append(np.ascontiguousarray(value, np.int64))
-            return {"at": [first, first + len(value)]}
+            return {"at": [start, start + len(value)]}
         if isinstance(value, tuple):
             return list(map(to_json, value))
-        return {name: to_json(field) for name, field in vars(value).items()} if is_dataclass(value) else value
+        if is_dataclass(value):
+            return {name: to_json(field) for name, field in vars(value).items()}
+        return value
 
-    # Deep models have many layers with one structure. Repetitions are stored as null.
-    layers = [
-        None if i and layer is plan.layers[i - 1] else to_json(layer) for i, layer in enumerate(plan.layers)
-    ]
+    layers: list[Any] = []
+    previous_layer = None
+    for layer in plan.layers:
+        # Deep models have many layers with one structure. Repetitions are stored as null.
+        layers.append(None if layer is previous_layer else to_json(layer))
+        previous_layer = layer
     header = to_json(replace(plan, layers=())) | {"layers": layers}
     return folder.save({NUMBERS: np.concatenate(arrays)}, header, "the plan")
 
@@ -354,11 +363,13 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
 
     plan = from_json(header)
     layers = list[HaloLayer]()
-    for layer in plan.pop("layers"):
-        if layer is not None and layer["cover"] is not None:
-            layer["cover"] = _read_cover(layer["cover"])
-        layers.append(HaloLayer(**layer) if layer is not None else layers[-1])
-
+    for fields in plan.pop("layers"):
+        if fields is None:
+            layers.append(layers[-1])
+            continue
+        if fields["cover"] is not None:
+            fields["cover"] = _read_cover(fields["cover"])
+        layers.append(HaloLayer(**fields))
     covers = tuple(map(_read_cover, plan.pop("covers")))
     return RankPlan(layers=tuple(layers), covers=covers, **plan)
 
@@ -381,7 +392,8 @@ class PlanCache:
         # The entry cannot be evicted as long as the cache object lives.
         self._cache = cache
         self.folder = cache.entry("cobatches", key)
-        self._topology, self._can_write = topology, True
+        self._topology = topology
+        self._can_write = True
 
     def holds(self, step: int) -> bool:
         """Return whether the plan of ``step`` exists and is undamaged. Damage is logged."""
@@ -402,8 +414,8 @@ class PlanCache:
 
     def accepts(self, column: Column, ids: Array) -> bool:
         """Return whether to store the rows of ``ids``. They must be read-only, some from other servers."""
-        first, last = column.bounds[self._topology.server : self._topology.server + 2]
-        has_foreign = bool(((ids < first) | (ids >= last)).any())
+        first_row, end_row = column.bounds[self._topology.server : self._topology.server + 2]
+        has_foreign = bool(((ids < first_row) | (ids >= end_row)).any())
         return has_foreign and not column.writable and column.row_bytes > 0
 
     def read_rows(self, column: Column, ids: Array) -> Tensor | None:
@@ -411,8 +423,11 @@ class PlanCache:
 
         Damage is logged. The checksum is verified, so the rows are in the page cache when they are used.
         """
-        stored = self._get_row_folder(column, ids).find(mode="c")
-        return view_as_tensor(stored[1][ROWS], column.info) if stored is not None else None
+        entry = self._get_row_folder(column, ids).find(mode="c")
+        if entry is None:
+            return None
+        _, arrays = entry
+        return view_as_tensor(arrays[ROWS], column.info)
 
     def write_rows(self, column: Column, ids: Array, rows: Tensor) -> bool:
         """Store the (K, *row) ``rows`` and return whether they were written."""

@@ -73,7 +73,7 @@ Fetch: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 class ServerSeeds:
     """The seeds of this server, and the number of seeds of all servers."""
 
-    own: Array
+    own_seeds: Array
     """(n,) int64 ascending distinct seeds of all ranks that this server owns."""
     counts: tuple[int, ...]
     """(S,) number of seeds of each server."""
@@ -83,8 +83,10 @@ class ServerSeeds:
     def sizes(self, num_batches: int) -> Array:
         """Return the (R,) int64 number of seeds of all servers in each cooperative batch."""
         counts = np.array(self.counts, np.int64)
-        step = np.arange(num_batches)[:, None]
-        return np.sum(counts // num_batches + (step < counts % num_batches), axis=1)
+        batches = np.arange(num_batches)[:, None]
+        # The first batches have one seed more if the seeds cannot be divided evenly.
+        has_extra_seed = batches < counts % num_batches
+        return np.sum(counts // num_batches + has_extra_seed, axis=1)
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
@@ -93,14 +95,17 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     Each rank temporarily holds the seeds of all ranks, 8 bytes each. Raises ConfigError if there are no
     seeds.
     """
-    distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
-    if not len(distinct):
+    all_seeds = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
+    if not len(all_seeds):
         raise ConfigError(NO_SEEDS)
-    server_offsets = np.searchsorted(distinct, find_bounds(g))
+
+    server_offsets = np.searchsorted(all_seeds, find_bounds(g))
     server = g.session.topology.server
-    digest = np.bitwise_xor.reduce(hash_ids(distinct, stream_key(0, 0, 0)), initial=np.uint64(0))
+    hashes = hash_ids(all_seeds, stream_key(0, 0, 0))
+    digest = np.bitwise_xor.reduce(hashes, initial=np.uint64(0))
+    # The copy lets the seeds of other servers be freed.
     return ServerSeeds(
-        own=distinct[server_offsets[server] : server_offsets[server + 1]].copy(),
+        own_seeds=all_seeds[server_offsets[server] : server_offsets[server + 1]].copy(),
         counts=tuple(np.diff(server_offsets).tolist()),
         digest=int(digest),
     )
@@ -133,34 +138,38 @@ class PlanMaker:
     """
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds | Array, mask: str | None = None) -> None:
-        self.seeds, self.mask = seeds, mask
+        self.seeds = seeds
+        self.mask = mask
         self._planner = Planner(g, mask)
         self._is_leader = g.session.topology.local_rank == 0
         # External nodes of a server are selected once for all of its batches.
-        self._composed = lru_cache(1)(partial(_compose, g, seeds))
-        self._selection = lru_cache(1)(make_selection)
+        self._compose = lru_cache(1)(partial(_compose, g, seeds))
+        self._make_selection = lru_cache(1)(make_selection)
 
     def make(self, spec: PlanSpec, step: int) -> RankPlan:
         """Return this rank's plan of the step. All ranks must call it, each from one thread at a time."""
         seeds = self.seeds
         if isinstance(seeds, ServerSeeds):
             # Only the leader of a server passes its seeds.
-            seeds = self._composed(spec)[step] if self._is_leader else NO_IDS
-        return self._planner.plan(
-            PlanRequest(
-                seeds=seeds,
-                num_layers=spec.num_layers,
-                hops=spec.hops,
-                eas=None if spec.eas is None else self._selection(spec.eas, seed=spec.seed),
-                cover=spec.cover,
-                show_progress=not isinstance(self.seeds, ServerSeeds),
-            )
+            seeds = self._compose(spec)[step] if self._is_leader else NO_IDS
+        selection = None
+        if spec.eas is not None:
+            selection = self._make_selection(spec.eas, seed=spec.seed)
+        request = PlanRequest(
+            seeds=seeds,
+            num_layers=spec.num_layers,
+            hops=spec.hops,
+            eas=selection,
+            cover=spec.cover,
+            show_progress=not isinstance(self.seeds, ServerSeeds),
         )
+        return self._planner.plan(request)
 
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
+    """Return the seeds of each cooperative batch of this server."""
     assert isinstance(seeds, ServerSeeds)
-    own_seeds = seeds.own
+    own_seeds = seeds.own_seeds
     server = g.session.topology.server
     clusters = None
     if spec.composition == "ordered":
@@ -181,7 +190,8 @@ class PlanSource:
     """
 
     def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec) -> None:
-        self._maker, self._spec = maker, spec
+        self._maker = maker
+        self._spec = spec
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
         self._held: dict[int, RankPlan] = {}
@@ -193,25 +203,27 @@ class PlanSource:
         self.row_cache: PlanCache | None = None
         """Cache on disk for the columns of planned rows, or None if they are not kept on disk."""
 
-        if isinstance(maker.seeds, ServerSeeds):
-            counts = maker.seeds.counts
-            if not 1 <= spec.num_batches <= max(counts):
-                raise ConfigError(
-                    f"batches={spec.num_batches} cooperative batches, but the servers have "
-                    f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
-                )
-
-            self._sizes = maker.seeds.sizes(spec.num_batches)
-            cache = self._cache = _open_cache(g, maker.seeds, spec) if maker.mask is None else None
-
-            # Ranks make plans together. If one rank lacks a plan on disk, all ranks make it again.
-            own_steps = [step for step in range(spec.num_batches) if cache is not None and cache.holds(step)]
-            planned_steps: Sequence[Any] = gather_json(own_steps, g.session)
-            self._on_disk = set.intersection(*map(set, planned_steps))
-            self.row_cache = self._cache if len(self) > 1 else None
-        else:
+        if not isinstance(maker.seeds, ServerSeeds):
             # All ranks together have the same seeds in each epoch.
             self._sizes = gather_int64([self.plan(0, 0).seeds], g.session).sum(axis=0)
+            return
+
+        counts = maker.seeds.counts
+        if not 1 <= spec.num_batches <= max(counts):
+            raise ConfigError(
+                f"batches={spec.num_batches} cooperative batches, but the servers have "
+                f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
+            )
+        self._sizes = maker.seeds.sizes(spec.num_batches)
+        own_steps: list[int] = []
+        if maker.mask is None:
+            cache = _open_cache(g, maker.seeds, spec)
+            self._cache = cache
+            own_steps = [step for step in range(spec.num_batches) if cache.holds(step)]
+        # Ranks make plans together. If one rank lacks a plan on disk, all ranks make it again.
+        planned_steps: Sequence[Any] = gather_json(own_steps, g.session)
+        self._on_disk = set.intersection(*map(set, planned_steps))
+        self.row_cache = self._cache if len(self) > 1 else None
 
     def __len__(self) -> int:
         """Number of steps in an epoch, equal on all ranks."""
@@ -222,6 +234,7 @@ class PlanSource:
         if len(self) == 1:
             # A single plan is not made ahead, so it is made on this thread, where Ctrl-C ends it.
             return self._make(step)
+
         # The look-ahead of loaders depends on timing, but all ranks must make the same plans. So an epoch
         # that is left early is still planned to its end.
         if (epoch, step) != self._position:
@@ -246,12 +259,14 @@ class PlanSource:
                 self._pending[epoch, step] = self._pool.submit(self._make, step)
 
     def _finish_epoch(self) -> None:
-        epoch, first = self._position
-        self._begin(epoch, range(first, len(self)))
+        """Begin the remaining plans of the epoch. The thread makes them even if nobody waits for them."""
+        epoch, next_step = self._position
+        self._begin(epoch, range(next_step, len(self)))
         self._position = (epoch, len(self))
         self._pending.clear()
 
     def _make(self, step: int) -> RankPlan:
+        """Return the plan of a step from memory or from disk, or make and keep it."""
         if step in self._held:
             return self._held[step]
         if self._cache is not None and step in self._on_disk:
@@ -262,7 +277,6 @@ class PlanSource:
                 self._on_disk.add(step)
             else:
                 self._held[step] = plan
-
         if len(self) == 1:
             # The loader keeps its features as long as it gets the same object.
             self._held[step] = plan
@@ -291,7 +305,8 @@ class ColumnReader:
 
     def __init__(self, g: DistGraph, columns: Columns, cache: PlanCache | None = None) -> None:
         self._store: KVStore = g.kvstore
-        self._columns, self._cache = columns, cache
+        self._columns = columns
+        self._cache = cache
 
     def inputs(self, plan: TypedPlan, fetch: Mapping[str, Fetch] | None = None) -> RowsByType[str]:
         """Return the features of this rank's rows, or of all sources of layer 1 if there is a ``fetch``.
@@ -299,14 +314,15 @@ class ColumnReader:
         ``fetch`` has a function for each node type. It maps (own rows, (n_halo, *row) output) to the filled
         output, in the stored type. With it, this call is collective.
         """
-        return {
-            ntype: self._convert(
-                self._read_rows(keys, plan.nodes[ntype], PHASE)
-                if fetch is None
-                else self._read_sources(keys, plan.nodes[ntype], plan.layers[0].rows[ntype], fetch[ntype])
-            )
-            for ntype, keys in self._columns.inputs.items()
-        }
+        features = {}
+        for ntype, keys in self._columns.inputs.items():
+            nodes = plan.nodes[ntype]
+            if fetch is None:
+                rows = self._read_rows(keys, nodes, PHASE)
+            else:
+                rows = self._read_sources(keys, nodes, plan.layers[0].rows[ntype], fetch[ntype])
+            features[ntype] = self._convert(rows)
+        return features
 
     def _read_sources(
         self, keys: Mapping[str, str], nodes: Array, layer: HaloLayer, fetch: Fetch
@@ -324,40 +340,41 @@ class ColumnReader:
     def targets(self, plan: TypedPlan) -> RowsByType[str]:
         """Return the (seeds, *row) target columns."""
         targets = plan.targets()
-        return {
-            ntype: self._read_rows(keys, targets[ntype], LABEL_PHASE)
-            for ntype, keys in self._columns.targets.items()
-        }
+        rows = {}
+        for ntype, keys in self._columns.targets.items():
+            rows[ntype] = self._read_rows(keys, targets[ntype], LABEL_PHASE)
+        return rows
 
     def edges(self, plan: TypedPlan) -> RowsByType[EdgeType]:
         """Return the (E, *row) edge columns of layer 1. The edges of later layers are a prefix."""
-        relations = plan.layers[0].relations
-        return {
-            etype: self._convert(self._read_rows(keys, relations[etype].edge_ids, PHASE, 1))
-            for etype, keys in self._columns.edges.items()
-        }
+        rows = {}
+        for etype, keys in self._columns.edges.items():
+            edge_ids = plan.layers[0].relations[etype].edge_ids
+            rows[etype] = self._convert(self._read_rows(keys, edge_ids, PHASE, layer=1))
+        return rows
 
     def _read_rows(
         self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0
     ) -> dict[str, Tensor]:
+        """Return the rows of ``ids`` by column name, from the cache on disk or from the servers."""
         rows = {}
         pulls = {}
         for name, key in keys.items():
             column = self._store.column(key)
-            cache = self._cache
-            cache = cache if cache is not None and cache.accepts(column, ids) else None
-            stored = None if cache is None else cache.read_rows(column, ids)
-            if stored is None:
+            stored_rows = None
+            if self._cache is not None and self._cache.accepts(column, ids):
+                stored_rows = self._cache.read_rows(column, ids)
+            if stored_rows is None:
                 pull = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
-                pulls[name] = pull, column, cache
+                pulls[name] = pull, column
             else:
-                rows[name] = stored
+                rows[name] = stored_rows
 
-        for name, (pull, column, cache) in pulls.items():
+        # All columns are requested before the first one is waited for.
+        for name, (pull, column) in pulls.items():
             rows[name] = pull()
-            if cache is not None:
-                cache.write_rows(column, ids, rows[name])
-
+            if self._cache is not None and self._cache.accepts(column, ids):
+                self._cache.write_rows(column, ids, rows[name])
         return rows
 
     def _convert(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -382,52 +399,64 @@ class HaloBatch:
         filled: bool,
         request: LoaderRequest,
     ) -> None:
-        begin = time.perf_counter()
-        device = request.device
-        wire = request.wire
+        begin_s = time.perf_counter()
         self.plan = plan
         typed_plan = split_plan(plan, g)
-        exchanges: list[TypeExchanges] = []
         self.blocks: list[AnyHaloBlock] = []
         """Input layer first."""
-
-        for depth, layer in enumerate(typed_plan.layers):
-            if depth and layer is typed_plan.layers[depth - 1]:
-                # Deep models have many layers with one structure. It is stored on the device once.
-                exchanges.append({kind: halo.for_layer(depth + 1) for kind, halo in exchanges[-1].items()})
-                self.blocks.append(self.blocks[-1].with_exchanges(exchanges[-1]))
-            else:
-                exchanges.append(_open_exchanges(g, layer, depth + 1, wire))
-                for halo in exchanges[-1].values():
-                    halo.rows_on(device, copy)
-                block = _build_block(g, layer, typed_plan.nodes, exchanges[-1], request.mask)
-                self.blocks.append(place(block, device, copy=copy))
-
-        first, last = self.blocks[0], self.blocks[-1]
-        edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(typed_plan).items()}
-        first_halos, first_rows = exchanges[0], typed_plan.layers[0].rows
-        fetch = {ntype: partial(first_halos[ntype].fetch, phase=PHASE) for ntype in first_rows}
-        for ntype, columns in reader.inputs(typed_plan, fetch if filled else None).items():
-            for name, rows in _copy_all(columns, copy).items():
-                value = repeat_first_row(rows, first_rows[ntype]) if filled else OwnRowsColumn(rows)
-                first.srcnodes[ntype].data[name] = value
-
-        for ntype, columns in reader.targets(typed_plan).items():
-            last.dstnodes[ntype].data.update(_copy_all(columns, copy))
-        for block, layer in zip(self.blocks, typed_plan.layers, strict=True):
-            for etype, columns in edges.items():
-                count = len(layer.relations[etype].edge_ids)
-                block.edges[etype].data.update({name: rows[:count] for name, rows in columns.items()})
+        first_exchanges = self._build_blocks(g, typed_plan, copy, request)
+        self._set_columns(typed_plan, reader, copy, first_exchanges if filled else None)
 
         own_nodes = {ntype: copy(torch.from_numpy(ids)) for ntype, ids in typed_plan.nodes.items()}
-        own_input = own_nodes if len(own_nodes) > 1 else own_nodes[g.ntypes[0]]
-        self.input_nodes: NodeIds = first.srcdata[dgl.NID] if filled else own_input
+        self.input_nodes: NodeIds = own_nodes if len(own_nodes) > 1 else own_nodes[g.ntypes[0]]
         """(n,) int64 global ids of the input rows of the model, by type if there are several."""
+        if filled:
+            self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.arrive: Callable[[], None] | None = None
         """Function that lets the consumer's stream wait for copies to the device."""
-        self.fetch_s = time.perf_counter() - begin
+        self.fetch_s = time.perf_counter() - begin_s
         """Seconds spent in the constructor, or 0 once they have been counted."""
         self.sample_s = 0.0
+
+    def _build_blocks(
+        self, g: DistGraph, plan: TypedPlan, copy: Copy, request: LoaderRequest
+    ) -> TypeExchanges:
+        """Add the blocks of ``plan`` to :attr:`blocks`, and return the exchanges of layer 1."""
+        exchanges: list[TypeExchanges] = []
+        for depth, layer in enumerate(plan.layers):
+            if depth and layer is plan.layers[depth - 1]:
+                # Deep models have many layers with one structure. It is stored on the device once.
+                exchanges.append({key: halo.for_layer(depth + 1) for key, halo in exchanges[-1].items()})
+                self.blocks.append(self.blocks[-1].with_exchanges(exchanges[-1]))
+                continue
+            exchanges.append(_open_exchanges(g, layer, depth + 1, request.wire))
+            for halo in exchanges[-1].values():
+                halo.rows_on(request.device, copy)
+            block = _build_block(g, layer, plan.nodes, exchanges[-1], request.mask)
+            self.blocks.append(place(block, request.device, copy=copy))
+        return exchanges[0]
+
+    def _set_columns(
+        self, plan: TypedPlan, reader: ColumnReader, copy: Copy, exchanges: TypeExchanges | None
+    ) -> None:
+        """Read the columns of the blocks. With ``exchanges``, features include the halo of layer 1."""
+        # Edge columns are read once, because the edges of a later layer are a prefix of those of layer 1.
+        edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(plan).items()}
+        first_rows = plan.layers[0].rows
+        fetch = None
+        if exchanges is not None:
+            fetch = {ntype: partial(exchanges[ntype].fetch, phase=PHASE) for ntype in first_rows}
+        for ntype, columns in reader.inputs(plan, fetch).items():
+            for name, rows in _copy_all(columns, copy).items():
+                value = OwnRowsColumn(rows) if fetch is None else repeat_first_row(rows, first_rows[ntype])
+                self.blocks[0].srcnodes[ntype].data[name] = value
+
+        for ntype, columns in reader.targets(plan).items():
+            self.blocks[-1].dstnodes[ntype].data.update(_copy_all(columns, copy))
+        for block, layer in zip(self.blocks, plan.layers, strict=True):
+            for etype, columns in edges.items():
+                num_edges = len(layer.relations[etype].edge_ids)
+                block.edges[etype].data.update({name: rows[:num_edges] for name, rows in columns.items()})
 
     def open_blocks(self, session: Session, step_number: int | None, share: StepShare) -> list[AnyHaloBlock]:
         """Return the blocks for a step with the ``share`` of this rank, and set the share of the session.
@@ -458,10 +487,12 @@ def _open_exchanges(g: DistGraph, layer: TypedLayer, number: int, wire: WireDtyp
 def _build_block(
     g: DistGraph, layer: TypedLayer, nodes: Mapping[str, Array], exchanges: TypeExchanges, mask: str | None
 ) -> AnyHaloBlock:
+    """Return the block of ``layer``. ``nodes`` are the ids of this rank's feature rows by node type."""
     out_degrees = g.out_degrees if mask is None else partial(_refuse_out_degrees, mask)
     graph_data: Any = {"out_degrees": out_degrees, "edge_order": g.orig_edge_ids}
     if not g.is_homogeneous:
         return typed_halo_block(layer, nodes, exchanges, **graph_data)
+
     ((etype, relation),) = layer.relations.items()
     ids = torch.from_numpy(nodes[etype[0]])
     return halo_block(relation, ids, exchanges[etype], etype=etype, **graph_data)
@@ -529,6 +560,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         with self._session.timeline.span("plan", LOADER, epoch * len(self) + step):
             if self._kept is not None:
                 return self._kept
+
             plan = self._source.plan(epoch, step)
             with_halo = self._keeps and self._use_pp
             make_batch = partial(
@@ -554,7 +586,8 @@ class HaloStages(Stages[HaloBatch]):
     """The stages of full-graph training. The first stage makes the plan, the blocks and the rows."""
 
     def __init__(self, loader: FullGraphLoader, epoch: int) -> None:
-        self.loader, self.epoch = loader, epoch
+        self.loader = loader
+        self.epoch = epoch
         self._load = loader.load
 
     def sample(self, step: int) -> HaloBatch:

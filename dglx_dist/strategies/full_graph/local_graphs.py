@@ -89,7 +89,9 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         return self._block.in_degrees(v)
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
-        return self._block.out_degrees(u)[: self.num_nodes()] if is_all(u) else self._block.out_degrees(u)
+        degrees = self._block.out_degrees(u)
+        # The block knows the degrees of halo nodes, too.
+        return degrees[: self.num_nodes()] if is_all(u) else degrees
 
     def num_nodes(self, ntype: str | None = None) -> int:
         return int(self._block.own_rows)
@@ -123,62 +125,72 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     @contextmanager
     def local_scope(self) -> Iterator[None]:
         """Discard columns that are set inside, as DGL does, and their exchanged rows."""
-        previous_columns = self._exchanged
-        self._exchanged = dict(previous_columns)
+        outer_columns = self._exchanged
+        self._exchanged = dict(outer_columns)
         with super().local_scope():
             yield
-        self._exchanged = previous_columns
+        self._exchanged = outer_columns
 
     def to(self, device: Any, **kwargs: Any) -> LocalGraph:
         graph: LocalGraph = copy.copy(self)
         graph._block = self._block.to(device, **kwargs)
         if graph._block is self._block:
             return self
+
         graph.take_structure(graph._block)
         target_device = graph._block.device
         move = partial(Tensor.to, device=target_device, **kwargs)
         graph.node_frames = [copy_frame(column, target_device, move) for column in self.node_frames]
         graph.edge_frames = [copy_frame(column, target_device, move) for column in self.edge_frames]
         graph._exchanged = {}
+
         prefetched = []
         for column in self._prefetched:
-            for name in list(self.ndata.keys()):
-                if self.ndata[name] is column.own:
-                    # The version shows later whether the moved column was changed after the exchange.
-                    moved_rows = graph.ndata[name]
-                    sources = column.sources.to(device, **kwargs)
-                    prefetched.append(_ExchangedColumn(moved_rows, get_version(moved_rows), sources))
-
+            names = [name for name in list(self.ndata.keys()) if self.ndata[name] is column.own_rows]
+            for name in names:
+                # The version shows later whether the moved column was changed after the exchange.
+                moved_rows = graph.ndata[name]
+                sources = column.sources.to(device, **kwargs)
+                prefetched.append(_ExchangedColumn(moved_rows, get_version(moved_rows), sources))
         graph._prefetched = tuple(prefetched)
         return graph
 
     def _make_message_block(self) -> HaloBlock:
+        """Return a block with this graph's columns, which exchanges the source columns that are read."""
         (frame,) = self.node_frames
         block: HaloBlock = self._block.__copy__()
-        block.node_frames = [make_fetched_frame(frame, self._get_sources, self._block.num_src_nodes()), frame]
+        source_frame = make_fetched_frame(frame, self._get_sources, self._block.num_src_nodes())
+        block.node_frames = [source_frame, frame]
         block.edge_frames = self.edge_frames
         return block
 
     def _get_unexchanged(self, name: str) -> Tensor | None:
-        column = self.node_frames[0][name]
-        return None if self._find_exchanged(name, column) is not None else column
+        """Return the column ``name``, or None if its halo is already here."""
+        rows = self.node_frames[0][name]
+        return rows if self._find_exchanged(name, rows) is None else None
 
     def _find_exchanged(self, name: str, rows: Tensor) -> Tensor | None:
-        exchanged = self._exchanged.get(name)
-        columns = self._prefetched if exchanged is None else (*self._prefetched, exchanged)
-        return next((column.sources for column in columns if column.matches(rows)), None)
+        """Return the rows of all sources for the column ``rows``, or None if they were not exchanged."""
+        columns = list(self._prefetched)
+        if name in self._exchanged:
+            columns.append(self._exchanged[name])
+        for column in columns:
+            if column.matches(rows):
+                return column.sources
+        return None
 
     def _get_sources(self, name: str, rows: Tensor) -> Tensor:
+        """Return the rows of all sources for the column ``rows``. They are exchanged once."""
         sources = self._find_exchanged(name, rows)
-        if sources is not None:
-            return sources
-        sources = self._block.all_rows(rows)
-        self._exchanged[name] = _ExchangedColumn(rows, get_version(rows), sources)
+        if sources is None:
+            sources = self._block.all_rows(rows)
+            self._exchanged[name] = _ExchangedColumn(rows, get_version(rows), sources)
         return sources
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
         if not is_all(rows):
-            self.node_frames[0].update_row(torch.as_tensor(rows, device=self.device).long(), data)
+            positions = torch.as_tensor(rows, device=self.device).long()
+            self.node_frames[0].update_row(positions, data)
             return
         for name, column in data.items():
             if len(column) != self.num_nodes():
@@ -296,13 +308,15 @@ def local_graph(
     cover = g.session.options.get("aggregate") == "cover"
     wire_dtype: Any = g.session.options.get("wire_dtype", "same")
     check_equal(g.session, "a local graph", {**arguments, "cover": cover, "wire_dtype": wire_dtype})
+
     own_nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
-    plan = make_plans(g, own_nodes, 1, 0, cover=cover)
+    plan = make_plans(g, own_nodes, num_layers=1, hops=0, cover=cover)
     (layer,) = plan.layers
     exchange = HaloExchange(g.session, layer, 1, wire_dtype)
     etype = g.canonical_etypes[0]
     graph_data: dict[str, Any] = {"out_degrees": g.out_degrees, "edge_order": g.orig_edge_ids}
     block = halo_block(layer, torch.from_numpy(plan.nodes), exchange, etype=etype, **graph_data)
+
     graph = LocalGraph(block)
     graph.edata.update(_pull_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()
@@ -327,28 +341,34 @@ def _find_keys(view: DataView, names: Sequence[str], view_name: str) -> dict[str
 
 
 def _pull_rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
-    pulls = {name: g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE) for name, key in keys.items()}
+    """Return the rows of ``ids`` by column name. All columns are requested at once."""
+    pulls = {}
+    for name, key in keys.items():
+        pulls[name] = g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE)
     return {name: pull() for name, pull in pulls.items()}
 
 
 @final
 @dataclass(frozen=True)
 class _ExchangedColumn:
-    own: Tensor
+    own_rows: Tensor
     version: int | None
-    """Version counter of ``own``, or None if changes are not tracked."""
+    """Version counter of ``own_rows``, or None if changes are not tracked."""
     sources: Tensor
 
     def matches(self, rows: Tensor) -> bool:
         """Return whether ``rows`` have the same values and the same role in autograd."""
-        same = rows.data_ptr() == self.own.data_ptr() and rows.shape == self.own.shape
-        with_gradient = rows.requires_grad and torch.is_grad_enabled()
-        return (
-            same
-            and rows.dtype == self.own.dtype
-            and rows.stride() == self.own.stride()
-            and get_version(rows) == self.version is not None
-            # Two tensors with shared memory may have separate gradients.
-            and (rows is self.own or not with_gradient)
-            and with_gradient == self.sources.requires_grad
+        is_same_memory = (
+            rows.data_ptr() == self.own_rows.data_ptr()
+            and rows.shape == self.own_rows.shape
+            and rows.dtype == self.own_rows.dtype
+            and rows.stride() == self.own_rows.stride()
         )
+        if not is_same_memory or self.version is None or get_version(rows) != self.version:
+            return False
+
+        # Two tensors with shared memory may have separate gradients.
+        with_gradient = rows.requires_grad and torch.is_grad_enabled()
+        if with_gradient and rows is not self.own_rows:
+            return False
+        return with_gradient == self.sources.requires_grad

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
@@ -59,12 +59,14 @@ def install(model: nn.Module) -> None:
 
 
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_distributed = any(isinstance(value, AnyHaloBlock | LocalGraph) for value in (*args, *kwargs.values()))
+    """Return the arguments of ``module`` with halo rows, or None without a block. It is a hook of torch."""
+    values = (*args, *kwargs.values())
+    is_distributed = any(isinstance(value, AnyHaloBlock | LocalGraph) for value in values)
     if is_distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
         raise_for_reverse("EdgeWeightNorm('both')")
-    if not (blocks := _find_blocks(args, kwargs)):
+    blocks = _find_blocks(args, kwargs)
+    if not blocks:
         return None
-
     if isinstance(module, _NO_BLOCKS):
         raise ConfigError(
             f"{type(module).__name__} got a block, but DGL supports it on whole graphs only, because it "
@@ -75,21 +77,31 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     call = _find_rows(module, args, kwargs)
     if call is not None and isinstance(call.graph, TypedHaloBlock):
         args, kwargs = _complete_types(module, call, args, kwargs)
-    elif call is not None and call.graph.has_cover and sums_sources(module):
-        if len(call.sources) == call.graph.own_rows:
-            block = call.graph.of_own_rows()
-            args = tuple(block if argument is call.graph else argument for argument in args)
-            kwargs = {name: block if value is call.graph else value for name, value in kwargs.items()}
     elif call is not None and len(call.sources) == call.graph.own_rows:
-        sources = call.graph.all_rows(call.sources)
-        value_with_halo = sources if torch.is_tensor(call.rows) else (sources, call.rows[1])
-        args, kwargs = _replace_argument(args, kwargs, call.key, value_with_halo)
-        for key, name, value in named_arguments(module.forward, args, kwargs):
-            if name == "ntype" and isinstance(module, HGTConv) and len(value) == call.graph.own_rows:
-                args, kwargs = _replace_argument(args, kwargs, key, call.graph.all_rows(value))
-
+        args, kwargs = _complete_sources(module, call, args, kwargs)
     if not all(map(_has_rows, blocks)):
         EmptyPartition(module).turn_on()
+    return args, kwargs
+
+
+def _complete_sources(
+    module: nn.Module, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``module`` with the rows of all sources in place of this rank's own rows."""
+    block: HaloBlock = call.graph
+    if block.has_cover and sums_sources(module):
+        # Sums have an exchange of their own, so the module gets a block of own rows instead.
+        own_block = block.of_own_rows()
+        args = tuple(own_block if argument is block else argument for argument in args)
+        return args, {name: own_block if value is block else value for name, value in kwargs.items()}
+
+    sources = block.all_rows(call.sources)
+    rows = sources if torch.is_tensor(call.rows) else (sources, call.rows[1])
+    args, kwargs = _replace_argument(args, kwargs, call.key, rows)
+    if isinstance(module, HGTConv):
+        for key, name, value in named_arguments(module.forward, args, kwargs):
+            if name == "ntype" and len(value) == block.own_rows:
+                args, kwargs = _replace_argument(args, kwargs, key, block.all_rows(value))
     return args, kwargs
 
 
@@ -101,19 +113,20 @@ def _complete_types(
     if block.has_cover and isinstance(module, HeteroGraphConv):
         # The convolutions in this module exchange sums, or else rows, when they are called.
         return args, kwargs
-    rows = {block.srctypes[0]: call.sources} if torch.is_tensor(call.sources) else call.sources
-    sources: Any = block.all_rows(rows)
+
+    sources: Any
     if torch.is_tensor(call.sources):
-        (sources,) = sources.values()
-    value = (sources, call.rows[1]) if isinstance(call.rows, tuple) else sources
-    return _replace_argument(args, kwargs, call.key, value)
+        (sources,) = block.all_rows({block.srctypes[0]: call.sources}).values()
+    else:
+        sources = block.all_rows(call.sources)
+    rows = (sources, call.rows[1]) if isinstance(call.rows, tuple) else sources
+    return _replace_argument(args, kwargs, call.key, rows)
 
 
 def _has_rows(block: AnyHaloBlock) -> bool:
-    return all(
-        block.num_src_nodes(ntype) and block.num_dst_nodes(ntype)
-        for ntype in (block.dsttypes if isinstance(block, TypedHaloBlock) else [None])
-    )
+    """Return whether the block has sources and destinations of each type."""
+    ntypes = block.dsttypes if isinstance(block, TypedHaloBlock) else [None]
+    return all(block.num_src_nodes(ntype) and block.num_dst_nodes(ntype) for ntype in ntypes)
 
 
 def _replace_argument(
@@ -134,26 +147,34 @@ def _leave_empty_partition(
 
 
 def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    # A rank without edges must still reach its exchange in backward.
-    call = _find_rows(module, args, kwargs) if _find_blocks(args, kwargs) else None
+    """Connect ``output`` to the sources on a rank without edges, as a hook after forward.
+
+    Such a rank must still reach its exchange in backward.
+    """
+    if not _find_blocks(args, kwargs):
+        return None
+    call = _find_rows(module, args, kwargs)
     if call is None or int(call.graph.num_edges()):
         return None
-    sources = [call.sources] if torch.is_tensor(call.sources) else [*call.sources.values()]
+
+    sources = [call.sources] if torch.is_tensor(call.sources) else list(call.sources.values())
     # The exchanges of all types are reached through one of them.
     return tie_gradient(output, max(sources, key=lambda rows: rows.requires_grad))
 
 
 def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | None:
+    """Return the argument with the source rows of a block, or None if there is none."""
     call = read_call(module, args, kwargs, (HaloBlock, TypedHaloBlock))
-    is_dict = call is not None and isinstance(call.sources, dict)
-    if call is not None and is_dict and isinstance(call.graph, HaloBlock):
+    if call is None:
+        return None
+    if isinstance(call.sources, dict) and isinstance(call.graph, HaloBlock):
         raise ConfigError(
             f"{type(module).__name__} got a dict of rows for a block of one node and one edge type; pass the "
             "rows as a tensor"
         )
-
-    # A tensor cannot have rows of several types.
-    return None if call is not None and not is_dict and len(call.graph.srctypes) > 1 else call
+    if not isinstance(call.sources, dict) and len(call.graph.srctypes) > 1:
+        return None  # A tensor cannot have rows of several types.
+    return call
 
 
 def _find_blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AnyHaloBlock]:
@@ -162,8 +183,8 @@ def _find_blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AnyHaloB
 
 def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
     kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
-    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return len(kinds) > 1 or any(kind in many for kind in kinds)
+    has_var_arguments = inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds
+    return len(kinds) > 1 or has_var_arguments
 
 
 def check_rows_stay_apart(model: nn.Module, features: Any = 0) -> None:
@@ -251,33 +272,29 @@ class HaloModel(ReplicatedModel):
         graphs = [graph for graph in arguments if isinstance(graph, AnyHaloBlock | LocalGraph)]
         if not graphs:
             return self._call_without_halo(args, kwargs)
+
         _check_not_weighted((args, kwargs))
-
         if self.training:
-            self._rows.step = graphs[0].step_number
-            self._dropouts.begin(graphs[0].step_number, find_pass_ids(graphs[0]))
-            if isinstance(graphs[0], LocalGraph):
-                # A loader numbers its blocks, but one local graph serves all steps.
-                graphs[0].step_number += 1
-
-        stale: AbstractContextManager[None] = nullcontext()
-        if self._stale is not None and self.training and torch.is_grad_enabled():
-            # The versions of the weights identify an epoch, which lasts until the optimizer's step.
-            versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
-            stale = self._stale.active(sum(versions))
-
+            self._begin_step(graphs[0])
         pairs: PairRows | None = getattr(graphs[-1], "pair_rows", None)
         num_gathers = 0 if pairs is None else pairs.num_calls
-        in_model = nullcontext() if pairs is None else pairs.in_model(self._dropouts.continue_with)
-        has_targets = all(map(_has_rows, graphs))
+        with ExitStack() as stack:
+            if pairs is not None:
+                stack.enter_context(pairs.in_model(self._dropouts.continue_with))
+            if self._stale is not None and self.training and torch.is_grad_enabled():
+                # The versions of the weights identify an epoch, which lasts until the optimizer's step.
+                versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
+                stack.enter_context(self._stale.active(sum(versions)))
 
-        # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange and
-        # another rank after it.
-        empty = nullcontext() if has_targets else EmptyPartition()
-        with in_model, stale, set_checkpoint_early_stop(False), empty:
+            # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange
+            # and another rank after it.
+            stack.enter_context(set_checkpoint_early_stop(False))
+            if not all(map(_has_rows, graphs)):
+                stack.enter_context(EmptyPartition())
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
+
         blocks = [graph for graph in graphs if isinstance(graph, AnyHaloBlock)]
         if blocks and pairs is None:
             check_rows_out(output, blocks)
@@ -285,17 +302,24 @@ class HaloModel(ReplicatedModel):
         gathers_later = pairs is not None and pairs.num_calls == num_gathers
         return self._mark_output(output, graphs, pairs if gathers_later else None)
 
+    def _begin_step(self, graph: Any) -> None:
+        """Prepare exchanges and dropouts for the training step of ``graph``."""
+        self._rows.step = graph.step_number
+        self._dropouts.begin(graph.step_number, find_pass_ids(graph))
+        if isinstance(graph, LocalGraph):
+            # A loader numbers its blocks, but one local graph serves all steps.
+            graph.step_number += 1
+
     def _mark_output(self, output: Any, graphs: list[Any], pairs: PairRows | None) -> Any:
         """Weigh the gradients of ``output``, or those of the rows that ``pairs`` gather from it later."""
-        world_size = self._session.topology.world_size
         if self._reduction == "sum":
             if pairs is not None:
                 pairs.expect(output, 1.0)
             return self._exchange.mark(output, 1.0)
 
+        world_size = self._session.topology.world_size
         share = find_share((graphs,), self._session)
         weight = world_size * gradient_weight(share, self._reduction)
-
         # Blocks before the last one have no share, because their rows are inputs of another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
         if pairs is not None:
@@ -326,19 +350,18 @@ class HaloModel(ReplicatedModel):
 
 
 def _check_not_weighted(arguments: Any) -> None:
+    """Raise ConfigError if an input was computed by a wrapped model, which weighs gradients already."""
     nodes = [leaf.grad_fn for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
-    visited: set[Any] = set()
+    visited_nodes: set[Any] = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in visited:
+        if node is None or node in visited_nodes:
             continue
-        visited.add(node)
-
+        visited_nodes.add(node)
         if getattr(node, "_forward_cls", None) is WeighGradients:
             raise ConfigError(
                 "the input of a wrapped model is the output of a wrapped model, so gradients would be "
                 "weighted twice by this rank's share of the targets; put both into one nn.Module and wrap "
                 "that, or wrap both with reduction='sum'"
             )
-
         nodes += [next_node for next_node, _ in node.next_functions]

@@ -121,12 +121,13 @@ class FullGraphOptions:
     @property
     def eas(self) -> EasOptions | None:
         """Options of expansion-aware sampling. None: external neighbours are not sampled, all are used."""
-        if (self.external_hops, self.external_fanout, self.external_policy) == (None, None, None):
+        if self.external_hops is None and self.external_fanout is None and self.external_policy is None:
             return None
+        defaults = EasOptions()
         return EasOptions(
-            hops=1 if self.external_hops is None else self.external_hops,
-            fanout=15 if self.external_fanout is None else self.external_fanout,
-            policy=self.external_policy or "uniform_external",
+            hops=defaults.hops if self.external_hops is None else self.external_hops,
+            fanout=defaults.fanout if self.external_fanout is None else self.external_fanout,
+            policy=self.external_policy or defaults.policy,
             inner=self.external_inner,
         )
 
@@ -198,10 +199,13 @@ def read_request(
 
 
 def _warn_of_ignored(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> None:
+    """Warn the user of arguments that only apply to mini-batches."""
     ignored = []
-    numbers = [list(fanout.values()) if isinstance(fanout, Mapping) else [fanout] for fanout in fanouts]
-    if any(number != ALL for layer in numbers for number in layer):
-        ignored.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
+    for fanout in fanouts:
+        sizes = list(fanout.values()) if isinstance(fanout, Mapping) else [fanout]
+        if any(size != ALL for size in sizes):
+            ignored.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
+            break
     if batch_size is not None:
         ignored.append(f"batch_size={batch_size} (leave it out)")
 
@@ -236,11 +240,13 @@ def _read_arguments(
         plan.check_takes_all(strategy)
     if not plan.fanouts:
         raise ConfigError("the sampler has 0 layers; give it one for each convolution of the model")
-    items = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
+    num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    items = read_items(indices, num_nodes, "node")
+    memory = RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)
     request = LoaderRequest(
         seeds=unify_nodes(g, items.ids),
         num_layers=len(plan.fanouts),
-        columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
+        columns=find_columns(g, plan, memory),
         seed=resolve_seed(options, g.session),
         depth=options.depth,
         device=resolve_device(options.device, g.session.device),
@@ -256,8 +262,11 @@ def _is_mask(g: DistGraph, plan: SamplePlan) -> bool:
     """
     if plan.weights is None or plan.has_edge_weights:
         return False
-    columns = [g.edges[etype].data.get(plan.weights) for etype in g.canonical_etypes]
-    marks = [column is not None and column.dtype is torch.bool and column.ndim == 1 for column in columns]
-    if any(marks):
+    num_masks = 0
+    for etype in g.canonical_etypes:
+        column = g.edges[etype].data.get(plan.weights)
+        if column is not None and column.dtype is torch.bool and column.ndim == 1:
+            num_masks += 1
+    if num_masks:
         check_every_type_has(g, plan.weights)
-    return all(marks)
+    return num_masks == len(g.canonical_etypes)

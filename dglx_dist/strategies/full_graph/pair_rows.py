@@ -59,7 +59,8 @@ class PairRows:
 
     def __init__(self, types: Mapping[str, TypePairRows]) -> None:
         self._types = types
-        self.num_calls, self._num_passes = 0, 0
+        self.num_calls = 0
+        self._num_passes = 0
         self._note_nodes: Callable[[Tensor], None] | None = None
         self._weight = 1.0
 
@@ -73,10 +74,10 @@ class PairRows:
         own_rows = self._read_own_rows(h)
         self.num_calls += 1
 
-        # A rank may score no pairs of a type, but in backward it must reach the exchanges of its peers.
-        rows = join_gradients(
-            {ntype: self._types[ntype].gather(own_rows[ntype]) for ntype in sorted(own_rows)}
-        )
+        # All ranks exchange the types in the same order. A rank may score no pairs of a type, but in backward
+        # it must reach the exchanges of its peers.
+        gathered_rows = {ntype: self._types[ntype].gather(own_rows[ntype]) for ntype in sorted(own_rows)}
+        rows = join_gradients(gathered_rows)
         if self._note_nodes is None:
             rows = weigh_gradients(rows, self._weight)
         elif len(self._types) == 1:
@@ -84,7 +85,10 @@ class PairRows:
             for ntype, type_rows in rows.items():
                 self._note_nodes(self._types[ntype].nodes.to(type_rows.device))
 
-        return rows if isinstance(h, Mapping) else rows[next(iter(rows))]
+        if isinstance(h, Mapping):
+            return rows
+        (single_rows,) = rows.values()
+        return single_rows
 
     def _read_own_rows(self, h: Any) -> Mapping[str, Tensor]:
         """Return the rows of the last layer by node type. Raise ConfigError if they have another shape."""
@@ -137,7 +141,8 @@ class PairRows:
 
         Backward through ``output`` raises ConfigError if it is not called before.
         """
-        self._weight, num_calls = weight, self.num_calls
+        self._weight = weight
+        num_calls = self.num_calls
 
         def check_gradient(_: Tensor) -> None:
             self.check_calls(num_calls)
@@ -176,15 +181,17 @@ class PairPlanner:
         """
         topology = self._session.topology
         ranks = range(topology.world_size)
-        pieces = {ntype: self._split_by_holder(ntype, nodes[ntype]) for ntype in self._nodes}
-        outgoing = {rank: [by_holder[rank] for by_holder in pieces.values()] for rank in ranks}
-        outgoing[topology.rank] = [NO_IDS] * len(pieces)
+        nodes_by_holder = {ntype: self._split_by_holder(ntype, nodes[ntype]) for ntype in self._nodes}
+        outgoing = {rank: [by_holder[rank] for by_holder in nodes_by_holder.values()] for rank in ranks}
+        # This rank requests nothing from itself.
+        outgoing[topology.rank] = [NO_IDS] * len(nodes_by_holder)
         with self._exchange.job():
             step = PlanStep(name="rows of pairs", among=ranks, outgoing=outgoing)
             received = self._exchange.exchange(step)
+
         types = {}
-        for number, (ntype, by_holder) in enumerate(pieces.items()):
-            requested = {rank: ids[number] for rank, ids in received.items()}
+        for index, (ntype, by_holder) in enumerate(nodes_by_holder.items()):
+            requested = {rank: arrays[index] for rank, arrays in received.items()}
             types[ntype] = self._plan_type(ntype, nodes[ntype], by_holder, requested)
         return PairRows(types)
 
@@ -198,9 +205,16 @@ class PairPlanner:
     def _plan_type(
         self, ntype: str, nodes: Array, by_holder: Sequence[Array], requested: Mapping[int, Array]
     ) -> TypePairRows:
-        """Return the rows of ``nodes``. They are split by holder, and ``requested`` are the peers' ids."""
-        rank, own_nodes = self._session.topology.rank, self._nodes[ntype]
-        sent_rows = {peer: self._find_rows(ntype, peer, ids) for peer, ids in requested.items() if len(ids)}
+        """Return the rows of ``nodes`` and their exchange.
+
+        ``by_holder`` has the nodes that each rank computes, and ``requested`` the nodes that peers need.
+        """
+        rank = self._session.topology.rank
+        own_nodes = self._nodes[ntype]
+        sent_rows = {}
+        for peer, ids in requested.items():
+            if len(ids):
+                sent_rows[peer] = self._find_rows(ntype, peer, ids)
         own_rows = np.searchsorted(own_nodes, by_holder[rank])
         kept_rows = np.unique(np.concatenate([own_rows, *sent_rows.values()]))
         received = [(peer, ids) for peer, ids in enumerate(by_holder) if peer != rank and len(ids)]
@@ -214,6 +228,8 @@ class PairPlanner:
             receive=tuple((peer, len(ids)) for peer, ids in received),
             send=tuple((peer, np.searchsorted(kept_rows, rows)) for peer, rows in sent_rows.items()),
         )
+
+        # Nodes of this rank are among the kept rows. Received rows follow.
         positions = np.empty(len(nodes), np.int64)
         positions[np.searchsorted(nodes, by_holder[rank])] = np.searchsorted(kept_rows, own_rows)
         halo_positions = np.searchsorted(nodes, layer.halo_nodes)

@@ -14,10 +14,11 @@ its own generator and sends messages (:class:`Planner`), or one process runs tho
 import secrets
 import shutil
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -85,8 +86,9 @@ class PartitionContext:
 
     @classmethod
     def from_graph(cls, g: DistGraph, mask: str | None = None) -> "PartitionContext":
-        topology, seed = g.session.topology, g.session.seed
-        return cls(structure=unify_structure(g, mask), bounds=find_bounds(g), topology=topology, seed=seed)
+        structure = unify_structure(g, mask)
+        session = g.session
+        return cls(structure=structure, bounds=find_bounds(g), topology=session.topology, seed=session.seed)
 
     def find_owners(self, nodes: Array) -> Array:
         """Return the (K,) int64 rank that owns each of the (K,) int64 ``nodes``."""
@@ -148,32 +150,37 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
     topology = context.topology
     seeds = yield from _gather_seeds(context, request)
     members = topology.ranks_of_server(topology.server)
-    shared: dict[int, KHopNeighborhood] = {}
-    if topology.rank == members[0]:
-        shared = dict.fromkeys(members, (yield from _compute_server_rows(context, request, seeds)))
-    server_rows: KHopNeighborhood = (yield PlanStep(name=_SHARED, among=members, outgoing=shared))[members[0]]
+    leader = members[0]
+    shared_rows: dict[int, KHopNeighborhood] = {}
+    if topology.rank == leader:
+        leader_rows = yield from _compute_server_rows(context, request, seeds)
+        shared_rows = dict.fromkeys(members, leader_rows)
+    answer = yield PlanStep(name=_SHARED, among=members, outgoing=shared_rows)
+    server_rows: KHopNeighborhood = answer[leader]
+
     own_rows = _select_own_rows(server_rows, topology.rank)
     layers = yield from _read_layers(context, request.hops, own_rows, server_rows)
     layers = yield from _finish_layers(context, own_rows, layers)
     if request.cover and not isinstance(context.structure, UnifiedGraph):
         layers = yield from _cover_layers(topology.world_size, layers)
-    first, last = context.own_range(topology.server)
+    edge_counts = yield from _count_edges(context, layers)
+    first_node, end_node = context.own_range(topology.server)
+    is_external = (server_rows.nodes < first_node) | (server_rows.nodes >= end_node)
     plan = RankPlan(
         nodes=own_rows.nodes,
         layers=tuple(layers),
-        external_nodes=int(np.count_nonzero((server_rows.nodes < first) | (server_rows.nodes >= last))),
-        edge_counts=(yield from _count_edges(context, layers)),
+        external_nodes=int(np.count_nonzero(is_external)),
+        edge_counts=edge_counts,
     )
-    if request.cover and isinstance(context.structure, UnifiedGraph):
-        # Sums of different edge types cannot be added, so each type has its own covers.
-        typed_layers = context.structure.split(plan).layers
-        relations = [
-            layer.relations[etype] for etype in context.structure.structures for layer in typed_layers
-        ]
-        covered = yield from _cover_layers(topology.world_size, relations)
-        plan = replace(plan, covers=tuple(layer.cover for layer in covered if layer.cover is not None))
+    if not request.cover or not isinstance(context.structure, UnifiedGraph):
+        return plan
 
-    return plan
+    # Sums of different edge types cannot be added, so each type has its own covers.
+    typed_layers = context.structure.split(plan).layers
+    relations = [layer.relations[etype] for etype in context.structure.structures for layer in typed_layers]
+    covered_layers = yield from _cover_layers(topology.world_size, relations)
+    covers = [layer.cover for layer in covered_layers if layer.cover is not None]
+    return replace(plan, covers=tuple(covers))
 
 
 def _count_edges(context: PartitionContext, layers: Sequence[HaloLayer]) -> PlanSteps[Array]:
@@ -181,28 +188,33 @@ def _count_edges(context: PartitionContext, layers: Sequence[HaloLayer]) -> Plan
     graph = context.structure
     if not isinstance(graph, UnifiedGraph):
         return NO_IDS
-    num_types = len(graph.structures)
+
+    counts = []
+    for layer in layers:
+        relations = graph.find_relations(layer.edge_ids)
+        counts.append(np.bincount(relations, minlength=len(graph.structures)))
     ranks = range(context.topology.world_size)
-    counts = [np.bincount(graph.find_relations(layer.edge_ids), minlength=num_types) for layer in layers]
     outgoing = {rank: [np.concatenate(counts)] for rank in ranks}
     received = yield PlanStep(name="edges by type", among=ranks, outgoing=outgoing)
-    return np.sum([numbers for (numbers,) in received.values()], axis=0)
+    return np.sum([counts_of_rank for (counts_of_rank,) in received.values()], axis=0)
 
 
 def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
-    """Send the seeds to the leaders that compute them. Return the received seeds; only leaders get any."""
-    topology = context.topology
+    """Send the seeds to the leaders that compute them. Return the received seeds. Only leaders get any."""
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
-    ranks = range(topology.world_size)
-    pieces = _split_by_leader(context, seeds)
-    outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, NO_IDS)] for rank in ranks}
+    seeds_by_leader = _split_by_leader(context, seeds)
+    ranks = range(context.topology.world_size)
+    # The number of all seeds tells each rank whether any rank was given a seed.
+    num_seeds = np.array([len(seeds)])
+    outgoing = {rank: [num_seeds, seeds_by_leader.get(rank, NO_IDS)] for rank in ranks}
     received = yield PlanStep(name="seeds", among=ranks, outgoing=outgoing)
-    if not any(num_seeds for num_seeds, _ in received.values()):
+    if not any(count for count, _ in received.values()):
         raise ConfigError(NO_SEEDS)
     return np.unique(np.concatenate([ids for _, ids in received.values()]))
 
 
 def _find_leaders(context: PartitionContext) -> list[int]:
+    """Return the first rank of each server."""
     topology = context.topology
     return [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
 
@@ -228,36 +240,42 @@ def _compute_server_rows(
     topology = context.topology
     leaders = _find_leaders(context)
     own_range = context.own_range(topology.server)
-    allowed = request.eas and np.union1d(request.eas(context.structure, own_range, seeds), seeds)
-    levels = [seeds]
+    allowed_nodes = None
+    if request.eas is not None:
+        allowed_nodes = np.union1d(request.eas(context.structure, own_range, seeds), seeds)
+    # Each level adds rows to those of the levels above.
+    new_rows = [seeds]
     known_rows = seeds
-    sources_so_far = NO_IDS
+    all_sources = NO_IDS
     edges: list[InEdges] = []
-    enabled = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
-    with progress("finding rows", request.num_layers + 1, enabled=enabled) as advance:
+    is_large = context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
+    shows_progress = request.show_progress and topology.rank == 0 and is_large
+    with progress("finding rows", request.num_layers + 1, enabled=shows_progress) as advance:
         for level in range(request.num_layers - 1, -1, -1):
-            sources = [NO_IDS]
-            for _, chunk in iterate_in_edges(context.structure, levels[-1]):
-                edges.append(chunk if allowed is None else keep_edges_from(chunk, allowed))
-                sources.append(number_distinct(edges[-1].sources)[0])
-            read_ids = np.unique(np.concatenate(sources))
+            level_edges = _read_in_edges(context, new_rows[-1], allowed_nodes)
+            edges += level_edges
+            sources = [number_distinct(chunk.sources)[0] for chunk in level_edges]
+            read_ids = np.unique(np.concatenate([NO_IDS, *sources]))
 
             # Sources of all levels so far are needed, because the levels above did not add rows of other
             # servers.
-            computed = sources_so_far = np.union1d(sources_so_far, read_ids)
+            all_sources = np.union1d(all_sources, read_ids)
+            computed_rows = all_sources
             if level >= request.hops:
                 outgoing = {rank: [ids] for rank, ids in _split_by_leader(context, read_ids).items()}
                 received = yield PlanStep(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
-                computed = np.unique(np.concatenate([ids for (ids,) in received.values()]))
+                computed_rows = np.unique(np.concatenate([ids for (ids,) in received.values()]))
 
-            levels.append(np.setdiff1d(computed, known_rows, assume_unique=True))
-            known_rows = np.union1d(known_rows, levels[-1])
+            new_rows.append(np.setdiff1d(computed_rows, known_rows, assume_unique=True))
+            known_rows = np.union1d(known_rows, new_rows[-1])
             advance(1)
 
+        # The rows of level 0 are those of all levels, so its count comes first.
+        counts = np.cumsum([len(rows_of_level) for rows_of_level in new_rows], dtype=np.int64)[::-1].copy()
         lengths = [np.diff(chunk.indptr) for chunk in edges]
         rows = KHopNeighborhood(
-            nodes=np.concatenate(levels),
-            counts=np.cumsum([len(level) for level in levels], dtype=np.int64)[::-1].copy(),
+            nodes=np.concatenate(new_rows),
+            counts=counts,
             indptr=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
             sources=np.concatenate([NO_IDS, *(chunk.sources for chunk in edges)]),
             edge_ids=np.concatenate([NO_IDS, *(chunk.edge_ids for chunk in edges)]),
@@ -267,15 +285,24 @@ def _compute_server_rows(
         else:
             members = topology.ranks_of_server(topology.server)
             holders = members[0] + split_rows(rows, len(members), context.seed)
-
         advance(1)
 
     return replace(rows, holders=holders.astype(np.int32))
 
 
+def _read_in_edges(context: PartitionContext, nodes: Array, allowed_nodes: Array | None) -> list[InEdges]:
+    """Return the in-edges of ``nodes`` in chunks. Edges from nodes that are not allowed are left out."""
+    edges = []
+    for _, chunk in iterate_in_edges(context.structure, nodes):
+        edges.append(chunk if allowed_nodes is None else keep_edges_from(chunk, allowed_nodes))
+    return edges
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class _RankRows:
+    """The rows that one rank computes, and their in-edges."""
+
     nodes: Array
     """(n,) int64 global ids."""
     counts: Array
@@ -291,19 +318,23 @@ class _RankRows:
 
     def is_read_by(self, layer: int) -> Array:
         """Return the (d,) bool mask of sources that a target of ``layer`` reads."""
-        read = np.zeros(len(self.sources), dtype=bool)
-        read[self.source_of[: self.indptr[self.counts[layer]]]] = True
-        return read
+        num_edges = self.indptr[self.counts[layer]]
+        is_read = np.zeros(len(self.sources), dtype=bool)
+        is_read[self.source_of[:num_edges]] = True
+        return is_read
 
 
 def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
+    """Return the rows of the server that ``rank`` computes, with their in-edges."""
     rows = np.flatnonzero(server_rows.holders == rank)
     counts = np.searchsorted(rows, server_rows.counts)
     rows_with_edges = rows[: counts[1]]
     first_edges = server_rows.indptr[rows_with_edges]
-    lengths = np.diff(server_rows.indptr)[rows_with_edges]
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], lengths)
+    degrees = np.diff(server_rows.indptr)[rows_with_edges]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
+    edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], degrees)
+
+    # Sources are sorted by id, so their positions in the order of appearance are mapped to sorted positions.
     distinct_sources, source_index = number_distinct(np.asarray(server_rows.sources[edge_indices]))
     order = np.argsort(distinct_sources)
     sorted_index = np.empty(len(order), np.int64)
@@ -326,24 +357,26 @@ def _read_layers(
     Layers up to ``hops`` read only rows of this rank's server.
     """
     num_nodes = int(context.bounds[-1])
-    first, last = context.own_range(context.topology.server)
-    positions = RowPositions(server_rows.nodes, num_nodes).find(own_rows.sources)
+    sources = own_rows.sources
+    counts = own_rows.counts
+    positions = RowPositions(server_rows.nodes, num_nodes).find(sources)
     server_holders = np.where(positions >= 0, server_rows.holders[positions], -1).astype(np.int64)
     all_holders = server_holders.copy()
-    counts = own_rows.counts
     if hops < len(counts) - 1:
-        inside = (own_rows.sources >= first) & (own_rows.sources < last)
-        outside = np.flatnonzero(~inside & own_rows.is_read_by(hops + 1))
-        all_holders[outside] = yield from _find_holders(context, hops, own_rows.sources[outside], server_rows)
+        first_node, end_node = context.own_range(context.topology.server)
+        is_outside = (sources < first_node) | (sources >= end_node)
+        outside = np.flatnonzero(is_outside & own_rows.is_read_by(hops + 1))
+        all_holders[outside] = yield from _find_holders(context, hops, sources[outside], server_rows)
 
-    own_index = RowPositions(own_rows.nodes, num_nodes).find(own_rows.sources)
+    own_index = RowPositions(own_rows.nodes, num_nodes).find(sources)
     layers: list[HaloLayer] = []
     for layer in range(1, len(counts)):
-        is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
+        # Layers with equal rows and holders are equal. The holders change after layer ``hops``.
+        if layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]:
+            layers.append(layers[-1])
+            continue
         holders = all_holders if layer > hops else server_holders
-        rank = context.topology.rank
-        layers.append(layers[-1] if is_same else _build_layer(own_rows, layer, holders, own_index, rank))
-
+        layers.append(_build_layer(own_rows, layer, holders, own_index, context.topology.rank))
     return layers
 
 
@@ -354,11 +387,12 @@ def _find_holders(
     topology = context.topology
     if hops == 0:
         return context.find_owners(ids)
+
     ranks = range(topology.world_size)
-    pieces = split_by_server(context, ids)
-    serving = Placement(topology.num_servers, topology).serving_ranks
+    serving_ranks = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}
-    requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
+    for rank, ids_of_server in zip(serving_ranks, split_by_server(context, ids), strict=True):
+        requests[rank] = [ids_of_server]
     received = yield PlanStep(name="requests for holders", among=ranks, outgoing=requests)
 
     # The index takes as much memory as the server's rows, so it is built once for all requests.
@@ -368,9 +402,8 @@ def _find_holders(
         positions = index.find(requested)
         assert not (positions < 0).any(), "another server requests rows that this one does not compute"
         answers[rank] = [server_rows.holders[positions].astype(np.int64)]
-
     holders = yield PlanStep(name="holders of rows", among=ranks, outgoing=answers)
-    return np.concatenate([holders[rank][0] for rank in serving])
+    return np.concatenate([holders[rank][0] for rank in serving_ranks])
 
 
 def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Array, rank: int) -> HaloLayer:
@@ -414,58 +447,68 @@ def _finish_layers(
     """
     ranks = range(context.topology.world_size)
     index = RowPositions(own_rows.nodes, int(context.bounds[-1]))
-    is_same = [i > 0 and layer is layers[i - 1] for i, layer in enumerate(layers)]
+    is_same = _find_repetitions(layers)
     requests = {}
     for rank in ranks:
-        halos = [layer.halo_of(rank) for layer in layers]
-        counts = [_SAME_AS_PREVIOUS if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
-        ids = [NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
+        counts = []
+        ids = [NO_IDS]
+        for layer, is_repeated in zip(layers, is_same, strict=True):
+            halo_ids = layer.halo_of(rank)
+            counts.append(_SAME_AS_PREVIOUS if is_repeated else len(halo_ids))
+            if not is_repeated:
+                ids.append(halo_ids)
         requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
-
     received = yield PlanStep(name="requested rows", among=ranks, outgoing=requests)
-    sent = {rank: _find_requested_rows(own_rows, index, message) for rank, message in received.items()}
-    finished: list[HaloLayer] = []
-    for i, layer in enumerate(layers):
-        if is_same[i] and all(
-            rows[i - 1] is rows[i] or len(rows[i - 1]) == len(rows[i]) == 0 for rows in sent.values()
-        ):
-            finished.append(finished[-1])
-        else:
-            send = tuple((rank, rows[i]) for rank, rows in sent.items() if len(rows[i]))
-            finished.append(replace(layer, send=send))
 
-    return finished
+    sent = {rank: _find_requested_rows(own_rows, index, message) for rank, message in received.items()}
+    finished_layers: list[HaloLayer] = []
+    for i, layer in enumerate(layers):
+        if is_same[i] and all(_are_same_rows(rows[i - 1], rows[i]) for rows in sent.values()):
+            finished_layers.append(finished_layers[-1])
+            continue
+        send = tuple((rank, rows[i]) for rank, rows in sent.items() if len(rows[i]))
+        finished_layers.append(replace(layer, send=send))
+    return finished_layers
+
+
+def _are_same_rows(rows: Array, previous_rows: Array) -> bool:
+    return rows is previous_rows or len(rows) == len(previous_rows) == 0
+
+
+def _find_repetitions(layers: Sequence[HaloLayer]) -> list[bool]:
+    """Return for each layer whether it is the same object as the layer before it."""
+    return [False, *(layer is previous for previous, layer in pairwise(layers))]
 
 
 def _find_requested_rows(own_rows: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
     """Return the (n,) int64 own rows that a message requests for each layer. Equal rows are one object."""
     counts, ids = message
     rows = index.find(ids)
-    rows_of_layers = [NO_IDS]
-    offset = 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
 
+    rows_by_layer: list[Array] = []
+    layer_rows = NO_IDS
+    offset = 0
     for layer, count in enumerate(counts.tolist()):
-        if count == _SAME_AS_PREVIOUS:
-            rows_of_layers.append(rows_of_layers[-1])
-            continue
-        rows_of_layers.append(rows[offset : offset + count])
-        assert not count or rows_of_layers[-1].max() < own_rows.counts[layer], (
-            "a requested row is not computed at the level of its layer"
-        )
-        offset += count
-
-    return rows_of_layers[1:]  # The first entry is only the predecessor of layer 1.
+        if count != _SAME_AS_PREVIOUS:
+            layer_rows = rows[offset : offset + count]
+            offset += count
+            assert not count or layer_rows.max() < own_rows.counts[layer], (
+                "a requested row is not computed at the level of its layer"
+            )
+        rows_by_layer.append(layer_rows)
+    return rows_by_layer
 
 
 def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list[HaloLayer]]:
     """Return ``layers`` with covers. Each rank that sends halo rows receives its :class:`PairCover`."""
-    is_new = [not i or layer is not layers[i - 1] for i, layer in enumerate(layers)]
-    covers = [find_covers(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
-    outgoing = {
-        rank: [pairs[rank].to_message() if rank in pairs else NO_IDS for pairs in covers]
-        for rank in range(num_ranks)
-    }
+    is_same = _find_repetitions(layers)
+    covers: list[dict[int, PairCover]] = []
+    for layer, is_repeated in zip(layers, is_same, strict=True):
+        covers.append({} if is_repeated else find_covers(layer))
+    outgoing = {}
+    for rank in range(num_ranks):
+        outgoing[rank] = [pairs[rank].to_message() if rank in pairs else NO_IDS for pairs in covers]
     answers = yield PlanStep(name="partial sums", among=range(num_ranks), outgoing=outgoing)
     for rank, arrays in answers.items():
         if len(arrays) != len(layers):
@@ -480,13 +523,13 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
         # The message of a rank is empty for a layer that is the same as its previous layer. Then its last
         # message still applies.
         messages |= {rank: arrays[i] for rank, arrays in answers.items() if len(arrays[i])}
-        if not is_new[i]:
+        if is_same[i]:
             covered_layers.append(covered_layers[-1])
             continue
-        received = {rank: messages.get(rank, NO_IDS) for rank, _ in layer.send}
-        sent = {rank: PairCover.from_message(rank, received[rank], len(rows)) for rank, rows in layer.send}
+        sent = {}
+        for rank, rows in layer.send:
+            sent[rank] = PairCover.from_message(rank, messages.get(rank, NO_IDS), len(rows))
         covered_layers.append(replace(layer, cover=build_cover(layer, covers[i], sent)))
-
     return covered_layers
 
 
@@ -499,28 +542,30 @@ def make_all_plans(
     ``options`` are further fields of a :class:`PlanRequest`.
     """
     topology = context.topology
-    seeds_of = dict(zip(_find_leaders(context), seeds, strict=True))
+    seeds_by_leader = dict(zip(_find_leaders(context), seeds, strict=True))
     request = PlanRequest(seeds=NO_IDS, num_layers=num_layers, hops=hops, show_progress=False, **options)
     generators = []
     for rank in range(topology.world_size):
-        rank_request = replace(request, seeds=seeds_of.get(rank, NO_IDS))
+        rank_request = replace(request, seeds=seeds_by_leader.get(rank, NO_IDS))
         generators.append(plan_steps(replace(context, topology=context.for_rank(rank)), rank_request))
+
     waiting = {rank: next(steps) for rank, steps in enumerate(generators)}
     posted: dict[str, dict[int, PlanStep]] = defaultdict(dict)
     plans: dict[int, RankPlan] = {}
     while waiting:
         for rank, step in waiting.items():
             posted[step.name][rank] = step
-        ready = [rank for rank, step in waiting.items() if posted[step.name].keys() >= {*step.among}]
-        assert ready, f"no rank can continue: { ({rank: step.name for rank, step in waiting.items()}) }"
-        for rank in ready:
+        # A rank can go on when all ranks that take part have posted its step.
+        ready_ranks = [rank for rank, step in waiting.items() if posted[step.name].keys() >= set(step.among)]
+        assert ready_ranks, f"no rank can continue: {[step.name for step in waiting.values()]}"
+        for rank in ready_ranks:
             step = waiting.pop(rank)
-            answer = {sender: posted[step.name][sender].outgoing.get(rank, ()) for sender in step.among}
+            messages = posted[step.name]
+            answer = {sender: messages[sender].outgoing.get(rank, ()) for sender in step.among}
             try:
                 waiting[rank] = generators[rank].send(answer)
             except StopIteration as finished:
                 plans[rank] = finished.value
-
     return [plans[rank] for rank in range(topology.world_size)]
 
 
@@ -540,9 +585,13 @@ class PlanExchange:
         self._session = session
         self._failed_op = f"{label}.failed"
         self._job_op = f"{label}.job"
-        self._job, self._current = 0, (current := [0])
+        self._job = 0
+        # A list, because a closure answers other ranks with the number of the job that runs, or 0.
+        current_job = [0]
+        self._current_job = current_job
         self._arrays = OneSidedExchange(session, f"{label}.deliver", "create the same loaders on every rank")
-        self._mailbox = mailbox = self._arrays.mailbox
+        mailbox = self._arrays.mailbox
+        self._mailbox = mailbox
 
         def fail(name: str, arrays: Sequence[Array]) -> list[Array]:
             job, source = map(int, name.split())
@@ -553,7 +602,7 @@ class PlanExchange:
 
         # Closures are registered, because bound methods would keep the planner alive as long as the session.
         session.rpc.register(self._failed_op, fail)
-        session.rpc.register(self._job_op, lambda _name, _arrays: [np.array(current, dtype=np.int64)])
+        session.rpc.register(self._job_op, lambda _name, _arrays: [np.array(current_job, dtype=np.int64)])
         for op in (self._failed_op, self._job_op):
             weakref.finalize(self, session.rpc.unregister, op)
 
@@ -565,8 +614,7 @@ class PlanExchange:
         """
         self._job += 1
         self._mailbox.begin(self._job)
-        self._current[0] = self._job
-
+        self._current_job[0] = self._job
         try:
             yield self._job
         except FailedOnAnotherRankError:
@@ -575,7 +623,7 @@ class PlanExchange:
             self._send_failure(error)
             raise
         finally:
-            self._current[0] = 0
+            self._current_job[0] = 0
 
     def exchange(self, step: PlanStep) -> dict[int, list[Array]]:
         """Send the arrays of ``step`` and return those of the other ranks, by ascending rank.
@@ -595,12 +643,14 @@ class PlanExchange:
         return int(job[0]) == self._job
 
     def _send_failure(self, error: Exception) -> None:
-        # Some ranks may be dead or hang, so delivery has a time limit.
-        topology, rpc = self._session.topology, self._session.rpc
-        text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
+        """Send the text of ``error`` to all other ranks, which then raise FailedOnAnotherRankError."""
+        topology = self._session.topology
+        text = f"{type(error).__name__}: {error}".encode()[:2000]
+        arrays = [np.frombuffer(text, dtype=np.uint8)]
         name = f"{self._job} {topology.rank}"
-        other_ranks = {*range(topology.world_size)} - {topology.rank}
-        rpc.ask(other_ranks, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase=CONTROL)
+        other_ranks = set(range(topology.world_size)) - {topology.rank}
+        # Some ranks may be dead or hang, so delivery has a time limit.
+        self._session.rpc.ask(other_ranks, self._failed_op, name, arrays, _NOTIFY_FAILURE_S, phase=CONTROL)
 
 
 def open_plan_exchange(session: Session) -> tuple[PlanExchange, str]:
@@ -654,18 +704,19 @@ class Planner:
         """Return the leader's rows by the rank of the leader. Ranks of a server share them as files."""
         leader = min(step.among)
         server_rows = step.outgoing.get(self._session.topology.rank)
-        if len(step.among) > 1:
-            folder = self._session.scratch / f"{self._label}-{job}"
-            if server_rows is not None:
-                write_neighborhood(folder, server_rows)
-            self._exchange.exchange(replace(step, outgoing={}))
-            shared_rows = read_neighborhood(folder) if server_rows is None else server_rows
-            self._exchange.exchange(PlanStep(name="rows read", among=step.among, outgoing={}))
-            if server_rows is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            return {leader: shared_rows}
+        if len(step.among) == 1:
+            return {leader: server_rows}
 
-        return {leader: server_rows}
+        folder = self._session.scratch / f"{self._label}-{job}"
+        if server_rows is not None:
+            write_neighborhood(folder, server_rows)
+        # The first exchange says that the file is there, and the second that all ranks have mapped it.
+        self._exchange.exchange(replace(step, outgoing={}))
+        shared_rows = read_neighborhood(folder) if server_rows is None else server_rows
+        self._exchange.exchange(PlanStep(name="rows read", among=step.among, outgoing={}))
+        if server_rows is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return {leader: shared_rows}
 
 
 def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], int]:
@@ -676,45 +727,51 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], i
     server reads from others.
     """
     manifest = dataset.manifest
-    num_rows = Counter[str]()
-    num_covered = 0
+    num_rows = dict.fromkeys(manifest.node_types, 0)
+    num_covered_rows = 0
     placement = Placement(manifest.num_parts, Topology(0, servers, tuple(range(servers))))
     for server in range(servers):
         sources_by_type = defaultdict[str, list[Array]](list)
         for etype in manifest.edge_types:
-            bounds = placement.server_offsets(manifest.node_offsets[etype[0]])
+            source_type, _, _ = etype
             sources, targets = _read_foreign_edges(dataset, etype, placement, server)
-            sources_by_type[etype[0]].append(sources)
+            sources_by_type[source_type].append(sources)
+            bounds = placement.server_offsets(manifest.node_offsets[source_type])
             holders = np.searchsorted(bounds, sources, "right")
             for holder in np.unique(holders):
-                num_covered += _count_cover_rows(sources[holders == holder], targets[holders == holder])
-        num_rows += {ntype: len(np.unique(np.concatenate(ids))) for ntype, ids in sources_by_type.items()}
-
-    return {ntype: num_rows[ntype] for ntype in manifest.node_types}, num_covered
+                is_held = holders == holder
+                num_covered_rows += _count_cover_rows(sources[is_held], targets[is_held])
+        for ntype, source_ids in sources_by_type.items():
+            num_rows[ntype] += len(np.unique(np.concatenate(source_ids)))
+    return num_rows, num_covered_rows
 
 
 def _read_foreign_edges(
     dataset: StoredDataset, etype: EdgeType, placement: Placement, server: int
 ) -> tuple[Array, Array]:
     """Return the (E,) sources and targets of the in-edges of ``server`` with a source on another server."""
+    source_type, _, target_type = etype
     offsets = dataset.manifest.node_offsets
-    edges_by_part = [(NO_IDS, NO_IDS)]
-    first, last = placement.server_offsets(offsets[etype[0]])[server : server + 2]
+    first_node, end_node = placement.server_offsets(offsets[source_type])[server : server + 2]
+    foreign_sources = [NO_IDS]
+    foreign_targets = [NO_IDS]
     for part in placement.parts_of_server(server):
         indptr = dataset.part(part).indptr(etype)
         sources = dataset.part(part).indices(etype)
-        foreign_edges = np.flatnonzero((sources < first) | (sources >= last))
-        targets = offsets[etype[2]][part] + np.searchsorted(indptr, foreign_edges, "right") - 1
-        edges_by_part.append((sources[foreign_edges], targets))
-
-    sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
-    return sources, targets
+        foreign_edges = np.flatnonzero((sources < first_node) | (sources >= end_node))
+        # An edge belongs to the last target whose edges do not begin behind it.
+        targets = np.searchsorted(indptr, foreign_edges, "right") - 1
+        foreign_sources.append(sources[foreign_edges])
+        foreign_targets.append(offsets[target_type][part] + targets)
+    return np.concatenate(foreign_sources), np.concatenate(foreign_targets)
 
 
 def _count_cover_rows(sources: Array, targets: Array) -> int:
-    ids, source = np.unique(sources, return_inverse=True)
-    read, target = np.unique(targets, return_inverse=True)
-    return int(np.sum(np.concatenate(minimum_cover(source, target, len(ids), len(read)))))
+    """Return the number of rows and sums that cover the edges between two servers."""
+    source_ids, source_index = np.unique(sources, return_inverse=True)
+    target_ids, target_index = np.unique(targets, return_inverse=True)
+    is_sent, is_summed = minimum_cover(source_index, target_index, len(source_ids), len(target_ids))
+    return int(is_sent.sum() + is_summed.sum())
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:

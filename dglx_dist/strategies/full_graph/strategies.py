@@ -51,6 +51,7 @@ _MOST_BATCHES = 16
 
 
 def _add_cover(**options: Any) -> Iterator[Candidate]:
+    """Yield a candidate with ``options``, and one that sends partial sums, too."""
     yield Candidate(unit="full_graph", options=options)
     yield Candidate(unit="full_graph", options={**options, "aggregate": "cover"})
 
@@ -89,8 +90,8 @@ class OpenedFullGraph(OpenedStrategy):
         request = read_request(strategy.name, g, indices, sampler, loader_options)
         request = replace(request, wire=options.wire_dtype)
         warn_about_edges(g.session, g.edge_bounds, strategy.edge_bytes)
+
         seeds = gather_seeds(g, request.seeds) if strategy.gathers_seeds else request.seeds
-        maker = PlanMaker(g, seeds, request.mask)
         spec = PlanSpec(
             num_layers=request.num_layers,
             hops=options.resolve_hops(request.num_layers),
@@ -100,7 +101,7 @@ class OpenedFullGraph(OpenedStrategy):
             seed=request.seed,
             cover=options.aggregate == "cover",
         )
-        source = PlanSource(g, maker, spec)
+        source = PlanSource(g, PlanMaker(g, seeds, request.mask), spec)
         if len(source) > 1:
             close_with(self, source)
         return FullGraphLoader(g, source, request, use_pp=options.use_pp)
@@ -112,13 +113,17 @@ class OpenedFullGraph(OpenedStrategy):
         need other blocks in each step, see :func:`read_edge_request`.
         """
         arguments = {"eids": eids, "sampler": sampler, **loader_options}
-        checked = read_edge_request(self.strategy.name, self.g, self.options, arguments)
+        request = read_edge_request(self.strategy.name, self.g, self.options, arguments)
+
+        # The encoder has the same options, and all nodes of the rank as seeds.
         names = ("seed", "device", "exclude", "feature_dtype")
-        common = {name: getattr(checked.options, name) for name in names}
-        policies = {ntype: self.g.get_node_partition_policy(ntype) for ntype in self.g.ntypes}
-        own_nodes = {ntype: torch.arange(*policy.owned_range) for ntype, policy in policies.items()}
-        encoder = self.make_loader(own_nodes, checked.sampler, **common)
-        return FullGraphEdgeLoader(self.g, checked, encoder, self.options)
+        encoder_options = {name: getattr(request.options, name) for name in names}
+        own_nodes = {}
+        for ntype in self.g.ntypes:
+            policy = self.g.get_node_partition_policy(ntype)
+            own_nodes[ntype] = torch.arange(*policy.owned_range)
+        encoder = self.make_loader(own_nodes, request.sampler, **encoder_options)
+        return FullGraphEdgeLoader(self.g, request, encoder, self.options)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> HaloModel:
         """Wrap ``model`` so that its layers exchange rows. Every rank must call it.
@@ -141,7 +146,8 @@ def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
         session.before_close.remove(close_source)
         if close_source in opened.on_close:
             opened.on_close.remove(close_source)
-        if (live_source := source_ref()) is not None:
+        live_source = source_ref()
+        if live_source is not None:
             live_source.close()
         barrier(session, "the last plan of cooperative batches")
 
@@ -172,7 +178,10 @@ class FullGraph(_FullGraphStrategy):
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
         """Yield candidates without and with covers, with halo rows in 8 bits, and with stale halo rows."""
-        yield from _add_cover() if context.ranks > 1 else [Candidate(unit="full_graph")]
+        if context.ranks == 1:
+            yield Candidate(unit="full_graph")
+            return
+        yield from _add_cover()
         if context.servers > 1:
             yield Candidate(unit="full_graph", options={"wire_dtype": "int8"}, exact=False)
             yield Candidate(unit="full_graph", options={"staleness": 1}, exact=False)
@@ -201,12 +210,16 @@ class SharedPreload(_FullGraphStrategy):
         """Yield candidates with some or all layers preloaded, and with a limited external neighbourhood."""
         if context.servers == 1:
             return
+        # Candidates with 0 hops and with all layers are listed elsewhere.
         num_layers = context.num_layers
         for hops in sorted({1, num_layers - 1} - {0, num_layers}):
             yield from _add_cover(hops=hops)
 
-        # With one rank per server, nothing is exchanged, so covers make no difference.
-        yield from _add_cover() if context.ranks > context.servers else [Candidate(unit="full_graph")]
+        if context.ranks > context.servers:
+            yield from _add_cover()
+        else:
+            # With one rank per server, nothing is exchanged, so covers make no difference.
+            yield Candidate(unit="full_graph")
         for hops in _EXTERNAL_HOPS:
             options = {"external_hops": hops, "external_fanout": _EXTERNAL_FANOUT}
             yield Candidate(unit="full_graph", options=options, exact=False)
@@ -238,10 +251,12 @@ class Cooperative(_FullGraphStrategy):
         """Yield candidates with as many batches as mini-batches, and with other numbers of batches."""
         if context.servers == 1:
             return
-        # With the number of mini-batches, an epoch has the same number of updates. With more than
-        # _MOST_BATCHES, the neighbourhoods overlap too much.
-        equal_batches = max(context.steps, 2) if 0 < context.steps <= _MOST_BATCHES else 0
-        if equal_batches:
-            yield Candidate(unit="mini_batch", options={"batches": equal_batches})
-        for number in sorted({*_BATCH_COUNTS} - {equal_batches}):
-            yield Candidate(unit="full_graph", options={"batches": number})
+        batch_counts = set(_BATCH_COUNTS)
+        # With more batches, their neighbourhoods overlap too much.
+        if 0 < context.steps <= _MOST_BATCHES:
+            # An epoch has as many updates as with mini-batches. A single batch would be full_graph.
+            num_batches = max(context.steps, 2)
+            batch_counts.discard(num_batches)
+            yield Candidate(unit="mini_batch", options={"batches": num_batches})
+        for num_batches in sorted(batch_counts):
+            yield Candidate(unit="full_graph", options={"batches": num_batches})

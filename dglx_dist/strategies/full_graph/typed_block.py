@@ -75,18 +75,20 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         return block
 
     def __getitem__(self, key: Any) -> HaloBlock:
-        numbers = self.find_etypes(key)
-        if len(numbers) != 1:
+        etype_ids = self.find_etypes(key)
+        if len(etype_ids) != 1:
             raise ConfigError(
-                f"{key!r} selects {len(numbers)} of the edge types {self.canonical_etypes}, but a block with "
-                "rows on several ranks has slices of one type; use block[source, relation, destination]"
+                f"{key!r} selects {len(etype_ids)} of the edge types {self.canonical_etypes}, but a block "
+                "with rows on several ranks has slices of one type; use block[source, relation, destination]"
             )
 
-        etype = self.canonical_etypes[numbers[0]]
-        degrees = None if self._fetch_out_degrees is None else partial(self._fetch_out_degrees, etype=etype)
-        block = HaloBlock(
-            get_relation(self, numbers[0]), self._layer.relations[etype], self._exchanges[etype], degrees
-        )
+        (etype_id,) = etype_ids
+        etype = self.canonical_etypes[etype_id]
+        fetch_degrees = None
+        if self._fetch_out_degrees is not None:
+            fetch_degrees = partial(self._fetch_out_degrees, etype=etype)
+        plain = get_relation(self, etype_id)
+        block = HaloBlock(plain, self._layer.relations[etype], self._exchanges[etype], fetch_degrees)
         block.has_edges_elsewhere = etype not in self._layer.skipped
         block.degrees = self._degrees[etype]
         return block
@@ -98,10 +100,13 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         returns the gradients of all types if any of them has one. So a rank reaches the exchanges of its
         peers, even if it does not use a type.
         """
+        # All ranks exchange the types in the same order.
         return join_gradients({ntype: self._complete(ntype, rows[ntype]) for ntype in sorted(rows)})
 
     def num_edges(self, etype: Any = None) -> int:
-        return int(super().num_edges()) if etype is None else self[etype].num_edges()
+        if etype is None:
+            return int(super().num_edges())
+        return self[etype].num_edges()
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
         return self[etype].out_degrees(u)
@@ -115,15 +120,18 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         self[etype].apply_edges(func, edges)
 
     def multi_update_all(self, etype_dict: Any, cross_reducer: Any, apply_node_func: Any = None) -> None:
-        reduced = defaultdict[str, list[tuple[int, dict[str, Tensor]]]](list)
+        # Columns of each edge type, by destination type.
+        results_by_ntype = defaultdict[str, list[tuple[int, dict[str, Tensor]]]](list)
         for etype, functions in etype_dict.items():
             block = self[etype]
             columns = block.reduce_messages(*functions)
-            reduced[block.dsttypes[0]].append((self.get_etype_id(etype), columns))
-        for ntype, results in reduced.items():
+            results_by_ntype[block.dsttypes[0]].append((self.get_etype_id(etype), columns))
+
+        for ntype, results in results_by_ntype.items():
             columns = reduce_over_types(results, cross_reducer, functions[1])
             if apply_node_func is not None:
-                block = self[self.canonical_etypes[results[0][0]]]
+                first_etype_id, _ = results[0]
+                block = self[self.canonical_etypes[first_etype_id]]
                 columns = {**columns, **block.apply_to_targets(apply_node_func, columns)}
             self.dstnodes[ntype].data.update(columns)
 
@@ -138,12 +146,12 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
 
 
 def join_gradients(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``rows`` by type, all of which have a gradient in backward if one of them has."""
-    trained = {ntype: values for ntype, values in rows.items() if values.requires_grad}
-    if not (torch.is_grad_enabled() and trained):
+    """Return ``rows`` by type. If one of them gets a gradient in backward, all trained rows get one."""
+    trained_rows = {ntype: values for ntype, values in rows.items() if values.requires_grad}
+    if not trained_rows or not torch.is_grad_enabled():
         return dict(rows)
-    joined = _JoinTypes.apply(*trained.values())  # type: ignore[no-untyped-call]  # torch leaves it bare
-    return {**rows, **dict(zip(trained, joined, strict=True))}
+    joined_rows = _JoinTypes.apply(*trained_rows.values())  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return {**rows, **dict(zip(trained_rows, joined_rows, strict=True))}
 
 
 @final
@@ -174,24 +182,25 @@ def typed_halo_block(
 
     ``nodes`` are the ids of this rank's feature rows by node type, and ``exchanges`` have all types.
     """
-    ntypes = [*layer.rows]
-    etypes = [*layer.relations]
-    own_ids = {ntype: torch.from_numpy(ids) for ntype, ids in nodes.items()}
-    sources = {ntype: list_sources(rows, own_ids[ntype]) for ntype, rows in layer.rows.items()}
-    counts = [len(ids) for ids in sources.values()], [rows.targets for rows in layer.rows.values()]
-    ends = [[ntypes.index(etype[side]) for etype in etypes] for side in (0, 2)]
-    edges = [
-        (
-            len(sources[etype[0]]),
-            relation.targets,
-            torch.from_numpy(relation.indptr),
-            torch.from_numpy(relation.indices),
-            {dgl.EID: torch.from_numpy(relation.edge_ids)},
-        )
-        for etype, relation in layer.relations.items()
-    ]
-    types = BlockTypes(ntypes, [name for _, name, _ in etypes], *ends)
-    plain = types.block(edges, [{dgl.NID: ids} for ids in sources.values()], counts)
+    sources = {}
+    for ntype, rows in layer.rows.items():
+        sources[ntype] = list_sources(rows, torch.from_numpy(nodes[ntype]))
+    edges = []
+    for (source_type, _, _), relation in layer.relations.items():
+        indptr = torch.from_numpy(relation.indptr)
+        indices = torch.from_numpy(relation.indices)
+        edge_data = {dgl.EID: torch.from_numpy(relation.edge_ids)}
+        edges.append((len(sources[source_type]), relation.targets, indptr, indices, edge_data))
+
+    ntypes = list(layer.rows)
+    names = [name for _, name, _ in layer.relations]
+    source_types = [ntypes.index(source_type) for source_type, _, _ in layer.relations]
+    target_types = [ntypes.index(target_type) for _, _, target_type in layer.relations]
+    num_sources = [len(ids) for ids in sources.values()]
+    num_targets = [rows.targets for rows in layer.rows.values()]
+    node_data = [{dgl.NID: ids} for ids in sources.values()]
+    types = BlockTypes(ntypes, names, source_types, target_types)
+    plain = types.block(edges, node_data, (num_sources, num_targets))
     if edge_order is not None:
         note_edge_order(plain, edge_order)
     return TypedHaloBlock(plain, layer, exchanges, out_degrees)

@@ -33,7 +33,7 @@ STRUCTURE = "structure"
 """Ledger phase of blocks: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch."""
 
 Received: TypeAlias = list[Tensor]
-"""(N_f,) tensors of all members, including the own one, in the order of the parts."""
+"""One tensor for each member of the group, in the order of the parts. The own tensor is included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,15 @@ class Group:
     """
 
     rank: int
-    """The own rank."""
+    """Rank of this process."""
     members: tuple[int, ...]
-    """(N_f,) ranks by part, including the own rank."""
+    """Ranks of the group by part. There are N_f, including ``rank``."""
     replicas: tuple[int, ...]
-    """(W / N_f,) ranks with the own columns, one for each group."""
+    """Ranks that hold the columns of ``rank``, one in each group. There are W / N_f, including ``rank``."""
 
     @property
     def part(self) -> int:
-        """Position of the own rank among the parts, and among the owners, of the group."""
+        """Position of ``rank`` among the members. It numbers this rank both as a part and as an owner."""
         return self.members.index(self.rank)
 
     @property
@@ -68,7 +68,7 @@ class Group:
 
 
 def make_group(session: Session, size: int) -> Group:
-    """Return the own group of ``size`` ranks. Raise ConfigError if it does not divide the number of ranks."""
+    """Return this rank's group. Raise ConfigError if ``size`` does not divide the number of ranks."""
     rank, world_size = session.topology.rank, session.topology.world_size
     if size < 1 or world_size % size:
         divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
@@ -91,17 +91,18 @@ class PartInput:
     block: DGLBlock
     """The owner's layer-1 block. Blocks of other owners have no data."""
     nodes: Mapping[str, Tensor]
-    """(L0,) int64 global ids of its sources by node type, the destinations first."""
+    """(L0,) int64 global ids of the block's sources by node type. Destinations come first."""
     columns: Mapping[str, Mapping[str, Tensor]]
-    """This part's (L0, F_p) columns of the sources' rows, by node type and feature name."""
+    """(L0, F_p) features of the sources by node type and feature name. They are this part's columns."""
     number: int
     """Number of the batch since the loader's first epoch, equal on all ranks."""
 
     def keys(self, ntype: str) -> Tensor:
         """Return (L0,) int64 keys of the sources of a type. Nodes of different types have different keys."""
         types = list(self.nodes)
-        nodes = self.nodes[ntype]
-        return nodes if len(types) == 1 else nodes * len(types) + types.index(ntype)
+        if len(types) == 1:
+            return self.nodes[ntype]
+        return self.nodes[ntype] * len(types) + types.index(ntype)
 
 
 @final
@@ -112,11 +113,11 @@ class GroupBatch:
     number: int
     """Number of the batch since the loader's first epoch, equal on all ranks."""
     inputs: tuple[PartInput, ...]
-    """(N_f,) inputs by owner, in the order of the group's members. The own block is a view of the user's
-    block. It does not see data that is set on that later."""
+    """Inputs by owner, in the order of the group's members. The block of this rank's input is a view of the
+    user's block. The view does not have data that is set on the user's block later."""
     following: GroupBatch | None = None
-    """The next batch of the epoch. Its layer 1 may be computed while the user has this batch. It is None
-    after the last batch, and if the loader does not look ahead."""
+    """The next batch of the epoch, or None after the last batch or if the loader does not look ahead. Layer 1
+    of the next batch may be computed while the user has this batch."""
 
 
 Transfer: TypeAlias = Callable[[], Received]
@@ -146,55 +147,61 @@ class AsyncExchange:
 
         ``shares`` are N_f tensors by owner, in the shapes that the owners expect.
         """
-        like = [shares[self._group.part]] * self._group.size
-        return self._post(self._pulls, shares, like, phase, batch)
+        templates = [shares[self._group.part]] * self._group.size
+        return self._post(self._pulls, shares, templates, phase, batch)
 
     def push(
-        self, own: Tensor | Sequence[Tensor], like: Sequence[Tensor], phase: str, batch: int | None = None
+        self,
+        values: Tensor | Sequence[Tensor],
+        templates: Sequence[Tensor],
+        phase: str,
+        batch: int | None = None,
     ) -> Transfer:
-        """Send ``own`` to every part, or one of N_f tensors to each, and receive the tensors of all owners.
+        """Send ``values`` to the parts, and receive one tensor from each owner.
 
-        ``like`` are N_f tensors with the shapes and dtypes of the owners' tensors.
+        A single tensor goes to every part. A sequence has one tensor for each part. ``templates`` are N_f
+        tensors with the shapes and dtypes of the owners' tensors.
         """
-        sent = [own] * self._group.size if isinstance(own, Tensor) else own
-        return self._post(self._pushes, sent, like, phase, batch)
+        if isinstance(values, Tensor):
+            values = [values] * self._group.size
+        return self._post(self._pushes, values, templates, phase, batch)
 
     def _post(
         self,
         exchange: Exchange,
         tensors: Sequence[Tensor],
-        like: Sequence[Tensor],
+        templates: Sequence[Tensor],
         phase: str,
         batch: int | None,
     ) -> Transfer:
         """Send ``tensors[p]`` to part p of the group, and receive one tensor from each. Return at once.
 
         Args:
-            tensors: One tensor for each part. The own one is not sent, but returned without its gradient.
-            like: Tensors with the shapes and dtypes to receive, one for each part.
-            phase: Phase of the traffic ledger.
+            tensors: One tensor for each part. The tensor for this rank is returned without its gradient.
+            templates: Tensors with the shapes and dtypes to receive, one for each part.
             batch: Number of the batch. None for tensors that are never compressed.
 
         Returns:
             Function that waits, and returns the received tensors by part on the device of ``tensors``.
         """
-        own_part = tensors[self._group.part].detach()
+        own_tensor = tensors[self._group.part].detach()
         peers = self._group.peers
-        parts = range(self._group.size)
         if not peers:
-            return lambda: [own_part]
+            return lambda: [own_tensor]
 
-        # One tensor may go to several members.
-        rows = {id(tensors[part]): tensors[part].detach().contiguous() for part, _ in peers}
-        received = {part: like[part].new_empty(like[part].shape) for part, _ in peers}
         codec = None
         if self._wire != "same" and batch is not None:
-            codec = row_codec(self._wire, own_part, (exchange.session.seed, batch, int(phase == BACKWARD)))
-        if self._devices is not None and codec is None and not is_on_host(own_part):
+            rounding_key = exchange.session.seed, batch, int(phase == BACKWARD)
+            codec = row_codec(self._wire, own_tensor, rounding_key)
+
+        # A tensor that goes to several members is copied once, so rows are found by the tensor's identity.
+        rows = {id(tensors[part]): tensors[part].detach().contiguous() for part, _ in peers}
+        received = {part: templates[part].new_empty(templates[part].shape) for part, _ in peers}
+        if self._devices is not None and codec is None and not is_on_host(own_tensor):
             exchange = self._devices
-        elif not is_on_host(own_part):
+        elif not is_on_host(own_tensor):
             rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
-            received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in peers}
+            received = {part: allocate_host_memory(like.shape, like) for part, like in received.items()}
 
         outgoing = [Outgoing(rank=rank, rows=rows[id(tensors[part])]) for part, rank in peers]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in peers]
@@ -204,8 +211,9 @@ class AsyncExchange:
         @cache
         def receive() -> Received:
             wait()
-            on_device = {part: rows.to(own_part.device, non_blocking=True) for part, rows in received.items()}
-            return [on_device.get(part, own_part) for part in parts]
+            device = own_tensor.device
+            on_device = {part: rows.to(device, non_blocking=True) for part, rows in received.items()}
+            return [on_device.get(part, own_tensor) for part in range(self._group.size)]
 
         return receive
 
@@ -215,11 +223,13 @@ def add_in_order(received: Received) -> Tensor:
 
     Half precision is summed in float32.
     """
-    first, *shares = received
-    total = first.to(torch.float32) if first.dtype in HALVES else first.clone()
-    for share in shares:
+    first_share, *later_shares = received
+    dtype = first_share.dtype
+    # The sum starts in a copy, because the caller may still use the first share.
+    total = first_share.to(torch.float32 if dtype in HALVES else dtype, copy=True)
+    for share in later_shares:
         total += share
-    return total.to(first.dtype)
+    return total.to(dtype)
 
 
 def share_edge_values(
@@ -229,49 +239,63 @@ def share_edge_values(
     group: Group,
     exchange: AsyncExchange,
 ) -> list[dict[str, Tensor]]:
-    """Return every owner's edge values by name. Every member must call it.
+    """Return the edge values of each owner by name. Every member must call it.
 
-    Args:
-        values: (E1, ...) values of the own block, in the order of its edges, without gradients.
-        by_column: Columns of each part, for (E1, F) values that are cut by columns.
-
-    Raises:
-        ConfigError: a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
+    ``values`` are (E1, ...) values of the own block, in the order of its edges, without gradients.
+    ``by_column`` has the columns of each part, for (E1, F) values that are cut by columns. Raises ConfigError
+    if a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
     """
-    by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
-    for name, uncut in values.items():
-        cuts = by_column.get(name)
-        width = sum(len(run) for runs in cuts or () for run in runs)
-        if cuts is not None and uncut.shape[1:] != (width,):
-            raise ConfigError(
-                f"the first layer's {name!r} has shape {list(uncut.shape)}, but each part needs its own "
-                f"columns of it; give one value for each of the {width} input columns, or use data_parallel"
-            )
-
-        pieces = [uncut] * group.size if cuts is None else [cut_out(uncut, columns, 1) for columns in cuts]
-        piece = pieces[group.part]
-        like = [piece.new_empty((part.block.num_edges(), *piece.shape[1:])) for part in inputs]
+    values_by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
+    for name, uncut_values in values.items():
+        values_of_part = _cut_edge_values(name, uncut_values, by_column.get(name), group.size)
+        own_values = values_of_part[group.part]
+        shape = own_values.shape[1:]
+        templates = [own_values.new_empty((owner.block.num_edges(), *shape)) for owner in inputs]
 
         # Other parts number the edges by their position in the CSC.
-        *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
-        tensors = [part_columns[edge_ids.long()] for part_columns in pieces] if len(edge_ids) else pieces
-        for owner_values, received in zip(by_owner, exchange.push(tensors, like, STRUCTURE)(), strict=True):
-            owner_values[name] = received
-        by_owner[group.part][name] = piece
-    return by_owner
+        _, _, edge_ids = inputs[group.part].block.adj_tensors("csc")
+        sent_values = values_of_part
+        if len(edge_ids):
+            sent_values = [part_values[edge_ids.long()] for part_values in values_of_part]
+
+        received = exchange.push(sent_values, templates, STRUCTURE)()
+        for owner_values, received_values in zip(values_by_owner, received, strict=True):
+            owner_values[name] = received_values
+        # The own block keeps the order of its edges.
+        values_by_owner[group.part][name] = own_values
+    return values_by_owner
+
+
+def _cut_edge_values(
+    name: str, values: Tensor, runs_of_part: Sequence[Sequence[ColumnRange]] | None, num_parts: int
+) -> list[Tensor]:
+    """Return the columns of ``values`` for each part. Without ``runs_of_part``, each part gets all columns.
+
+    Raises ConfigError if the columns of the parts together are not those of ``values``.
+    """
+    if runs_of_part is None:
+        return [values] * num_parts
+
+    width = sum(len(run) for runs in runs_of_part for run in runs)
+    if values.shape[1:] != (width,):
+        raise ConfigError(
+            f"the first layer's {name!r} has shape {list(values.shape)}, but each part needs its own "
+            f"columns of it; give one value for each of the {width} input columns, or use data_parallel"
+        )
+    return [cut_out(values, runs, 1) for runs in runs_of_part]
 
 
 def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
     """Return the N_f sums over the parts, one for every owner's block. Every member must call it.
 
-    ``shares`` has this part's (n_owner, ...) tensor for each owner's block. Each owner adds the shares for
-    its block and sends the sum to the parts.
+    ``shares`` has one (n_owner, ...) tensor of this part for each owner's block. Each owner adds the shares
+    for its block and sends the sum to the parts.
     """
     return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 class _SumOverParts(torch.autograd.Function):
-    # The sum is used by every part, so the gradient of a share is the sum of the parts' gradients.
+    # Every part uses the sum, so the gradient of a share is the sum of the parts' gradients.
 
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> tuple[Tensor, ...]:
@@ -284,14 +308,16 @@ class _SumOverParts(torch.autograd.Function):
 
 
 def _sum_parts(shares: Sequence[Tensor], exchange: AsyncExchange, phase: str) -> Received:
-    return exchange.push(add_in_order(exchange.pull(shares, phase)()), shares, phase)()
+    """Add the shares for the own block, and return the sums of all owners."""
+    own_sum = add_in_order(exchange.pull(shares, phase)())
+    return exchange.push(own_sum, shares, phase)()
 
 
 _PIECE_FUNCTIONS = frozenset(
     {"detach", "__get__", "coalesce", "_values", "abs", "pow", "square", "float", "double"}
     | {"isfinite", "isinf", "isnan"}
 )
-"""Functions with a result that is a piece too."""
+"""Functions that map a piece of a gradient to a piece of their result for the uncut gradient."""
 
 _JOINS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
@@ -318,7 +344,8 @@ class CutGradient(Tensor):
     def wrap(cls, piece: Tensor, session: Session, num_parts: int) -> CutGradient:
         """Wrap this rank's ``piece`` without a copy. The first ``num_parts`` ranks hold all pieces."""
         gradient = retype(piece, cls)
-        gradient._session, gradient._num_parts = session, num_parts
+        gradient._session = session
+        gradient._num_parts = num_parts
         return gradient
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -337,39 +364,59 @@ class CutGradient(Tensor):
         """
         kwargs = kwargs or {}
         name = func.__name__
-        first: Any = args[0] if args else None
         with plain_tensors():
-            if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):
-                args = (_get_values(first, 0.0 if name.endswith("norm") else -torch.inf), *args[1:])
-            elif name == "_foreach_norm":
-                args = (
-                    [
-                        _get_values(gradient, 0.0) if isinstance(gradient, cls) else gradient
-                        for gradient in first
-                    ],
-                    *args[1:],
-                )
+            if args and isinstance(args[0], cls):
+                return args[0]._call(func, args[1:], kwargs)
+            if name == "_foreach_norm":
+                return cls._compute_norms(func, args, kwargs)
+
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 # An infinity in the piece of one rank makes all ranks skip the step.
-                piece = next(gradient for gradient in args[0] if isinstance(gradient, cls))
-                args[1].copy_(gather_rows(args[1], piece._session).amax(0))
-            elif name == "_foreach_norm":
-                pairs = zip(first, result, strict=True)
-                order = _order(args, kwargs)
-                return [
-                    gradient._join_norms(norm, order) if isinstance(gradient, cls) else norm
-                    for gradient, norm in pairs
-                ]
-            elif isinstance(first, cls) and type(result) is Tensor:
-                if name in _PIECE_FUNCTIONS:
-                    return cls.wrap(result, first._session, first._num_parts)
-                if name.endswith("norm") and result.dim() == 0:
-                    return first._join_norms(result, _order(args, kwargs))
-                if name in _JOINS and result.dim() == 0:
-                    return _JOINS[name](first._gather(result), 0)
+                gradients, found_infinity = args[:2]
+                piece = next(gradient for gradient in gradients if isinstance(gradient, cls))
+                found_infinity.copy_(gather_rows(found_infinity, piece._session).amax(0))
+            return result
 
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``func`` on this piece and ``args``.
+
+        A norm or another reduction to a single number returns the number of the uncut gradient. Functions
+        that map a piece to a piece return a cut gradient. All others return the result for this piece.
+        """
+        name = func.__name__
+        is_norm = name.endswith("norm")
+        values: Tensor = self
+        if is_norm:
+            values = _get_values(self, 0.0)
+        elif name in ("max", "amax"):
+            values = _get_values(self, -torch.inf)
+
+        result = func(values, *args, **kwargs)
+        if type(result) is not Tensor:
+            return result
+        if name in _PIECE_FUNCTIONS:
+            return CutGradient.wrap(result, self._session, self._num_parts)
+        if result.dim() == 0 and is_norm:
+            return self._join_norms(result, _read_norm_order(args, kwargs))
+        if result.dim() == 0 and name in _JOINS:
+            return _JOINS[name](self._gather(result), 0)
         return result
+
+    @classmethod
+    def _compute_norms(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Call ``func``, which returns the norm of each gradient in ``args[0]``. Join the norms of pieces."""
+        gradients = args[0]
+        values = []
+        for gradient in gradients:
+            values.append(_get_values(gradient, 0.0) if isinstance(gradient, cls) else gradient)
+
+        norms = list(func(values, *args[1:], **kwargs))
+        order = _read_norm_order(args[1:], kwargs)
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, cls):
+                norms[index] = gradient._join_norms(norms[index], order)
+        return norms
 
     def _gather(self, value: Tensor) -> Tensor:
         # Every rank uses the values of the first group, so that all get the same bits.
@@ -381,7 +428,9 @@ class CutGradient(Tensor):
 
 def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts: int) -> None:
     """Wrap gradients of parameters that are cut over ``num_parts`` ranks as :class:`CutGradient`."""
-    for parameter in parameters if num_parts > 1 else ():
+    if num_parts == 1:
+        return
+    for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = CutGradient.wrap(parameter.grad, session, num_parts)
 
@@ -392,9 +441,14 @@ def _get_values(piece: Tensor, fill: float) -> Tensor:
     return values if values.numel() else values.new_full((1,), fill)
 
 
-def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
-    order = 2.0 if order in (None, "fro") else float(order)
-    if not order > 0:
-        raise ConfigError(f"the order of a gradient's norm is {order}; it must be above 0, or inf")
-    return order
+def _read_norm_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the order of a norm from the arguments after the tensor. The default is 2.
+
+    Raises ConfigError if the order is not above 0, because such norms of pieces cannot be joined.
+    """
+    order = kwargs.get("p", kwargs.get("ord", args[0] if args else None))
+    if order is None or order == "fro":
+        return 2.0
+    if not float(order) > 0:
+        raise ConfigError(f"the order of a gradient's norm is {float(order)}; it must be above 0, or inf")
+    return float(order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,7 +94,7 @@ class ColumnSlice:
     is_leader: bool = True
     """Whether this rank makes the file. It is the lowest rank of the machine that needs the columns."""
     rows: Array = field(default_factory=lambda: _NOT_LOADED)
-    """(V, F_p) values by id, C-contiguous and read-only. bfloat16 is stored as bits in uint16."""
+    """(V, F_p) values by node id, C-contiguous and read-only. bfloat16 values are stored as uint16 bits."""
     on_disk: bool = False
     """Whether the rows are in a file that does not fit in memory."""
     problem: str = ""
@@ -123,25 +123,29 @@ class ColumnSlice:
 
     def read(self) -> Array | None:
         """Map the (V, F_p) values of the file. Return None if there is no intact file, which is logged."""
-        stored = None if self.folder is None else self.folder.find(self.facts)
-        return stored[1][VALUES] if stored is not None else None
+        entry = None if self.folder is None else self.folder.find(self.facts)
+        if entry is None:
+            return None
+        _, arrays = entry
+        return arrays[VALUES]
 
     def find_local(self, store: KVStore) -> Array | None:
         """Return the (V, F_p) values if this rank needs no other rank for them. Otherwise return None.
 
-        They are values that are loaded or empty, all columns of a dataset with one part, or the file.
+        Such values are loaded already, are empty, are a shard with all rows and columns, or are in the file.
         """
         if self.is_loaded:
             return self.rows
         if not self.num_rows or not len(self.columns):
             return np.empty(self.shape, self.dtype)
+
         column = store.column(self.key)
         has_all_columns = len(self.columns) == self.columns.width
-        complete_shards = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
-
         # Values of a writable tensor may change after this call.
-        if complete_shards and has_all_columns and not column.writable:
-            return complete_shards[0]
+        if has_all_columns and not column.writable:
+            for shard in column.shards:
+                if len(shard.rows) == self.num_rows:
+                    return shard.rows
         return self.read()
 
 
@@ -167,11 +171,14 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
     manifest = dataset.manifest
     if num_parts == manifest.num_parts == 1:
         return
-    columns = [
-        (ntype, *column) for ntype in manifest.node_types for column in manifest.node_columns[ntype].items()
-    ]
-    for ntype, name, info in columns:
-        if name != LABEL and len(info.row_shape) == 1 and info.row_shape[0] and manifest.num_nodes(ntype):
+
+    for ntype in manifest.node_types:
+        if not manifest.num_nodes(ntype):
+            continue
+        for name, info in manifest.node_columns[ntype].items():
+            is_matrix = len(info.row_shape) == 1 and info.row_shape[0] > 0
+            if name == LABEL or not is_matrix:
+                continue
             try:
                 _write_feature(dataset, ntype, name, num_parts)
             except OSError as error:
@@ -182,33 +189,33 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
 
 
 def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int) -> None:
+    """Write one file for each part of ``num_parts`` that gets columns of the feature ``name``."""
     num_rows = dataset.manifest.num_nodes(ntype)
     info = dataset.manifest.node_columns[ntype][name]
-    cuts = [columns for columns in deal_out_columns(info.row_shape[0], num_parts) if len(columns)]
-    slices = [stored_slice(dataset, ntype, name, columns) for columns in cuts]
     row_bytes = info.row_shape[0] * numpy_dtype(info.dtype).itemsize
-    step = max(1, CHUNK_BYTES // row_bytes)
-    with (
-        ExitStack() as stack,
-        progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
-    ):
-        writers = [
-            stack.enter_context(column_slice.folder.open_writer())
-            for column_slice in slices
-            if column_slice.folder is not None
-        ]
-        streams = [
-            writer.stream(VALUES, column_slice.dtype, column_slice.shape)
-            for column_slice, writer in zip(slices, writers, strict=True)
-        ]
+    rows_per_chunk = max(1, CHUNK_BYTES // row_bytes)
+    is_large = num_rows * row_bytes > PROGRESS_BYTES
+
+    with ExitStack() as stack, progress(f"Columns of {name}", num_rows, enabled=is_large) as advance:
+        outputs = []
+        for columns in deal_out_columns(info.row_shape[0], num_parts):
+            if not len(columns):
+                continue
+            column_slice = stored_slice(dataset, ntype, name, columns)
+            if column_slice.folder is not None:
+                writer = stack.enter_context(column_slice.folder.open_writer())
+                stream = writer.stream(VALUES, column_slice.dtype, column_slice.shape)
+                outputs.append((column_slice, writer, stream))
+
         for part in range(dataset.manifest.num_parts):
             rows = dataset.part(part).node_data(ntype, name)
-            for first in range(0, len(rows), step):
-                chunk = rows[first : first + step]
-                for stream, columns in zip(streams, cuts, strict=True):
-                    stream.append(chunk[:, columns.cut])
+            for first_row in range(0, len(rows), rows_per_chunk):
+                chunk = rows[first_row : first_row + rows_per_chunk]
+                for column_slice, _, stream in outputs:
+                    stream.append(chunk[:, column_slice.columns.cut])
                 advance(len(chunk))
-        for column_slice, writer in zip(slices, writers, strict=True):
+
+        for column_slice, writer, _ in outputs:
             writer.publish(column_slice.facts)
 
 
@@ -219,24 +226,30 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
     other ranks with the same columns map its file. If no file could be made, they load them too. It raises
     the errors of :meth:`ColumnStores.open`.
     """
+    # The second round is for ranks that expected a file which their leader could not make.
     for is_last_round in (False, True):
-        local_rows = run_on_all_ranks(
-            session, lambda: [column_slice.find_local(store) for column_slice in slices]
-        )
-        for column_slice, rows in zip(slices, local_rows, strict=True):
-            column_slice.rows = column_slice.rows if rows is None else rows
-        missing_slices = [
-            column_slice
-            for column_slice in slices
-            if not column_slice.is_loaded and (column_slice.is_leader or is_last_round)
-        ]
-        if gather_int64([len(missing_slices)], session).any():
-            _stream(store, missing_slices, session)
-        if not gather_int64([sum(not column_slice.is_loaded for column_slice in slices)], session).any():
+        run_on_all_ranks(session, lambda: _map_local_rows(store, slices))
+        due_slices = []
+        for column_slice in slices:
+            if not column_slice.is_loaded and (column_slice.is_leader or is_last_round):
+                due_slices.append(column_slice)
+        if gather_int64([len(due_slices)], session).any():
+            _stream(store, due_slices, session)
+        num_missing = sum(not column_slice.is_loaded for column_slice in slices)
+        if not gather_int64([num_missing], session).any():
             break
+
     is_on_disk = read_from_disk([column_slice.rows for column_slice in slices])
     for column_slice in slices:
         column_slice.on_disk = is_on_disk
+
+
+def _map_local_rows(store: KVStore, slices: Sequence[ColumnSlice]) -> None:
+    """Set the rows of the slices that need no other rank."""
+    for column_slice in slices:
+        rows = column_slice.find_local(store)
+        if rows is not None:
+            column_slice.rows = rows
 
 
 def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Session) -> None:
@@ -246,54 +259,47 @@ def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Sess
     op = f"{store.label}.columns"
     session.rpc.register(op, partial(_serve_columns, store))
 
+    def load_slices() -> Generator[int]:
+        for column_slice in missing_slices:
+            yield from _load(column_slice, partial(_iterate_pieces, store, column_slice, session, op))
+
     with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shows_progress) as advance:
         stack.callback(session.rpc.unregister, op)
         barrier(session, "loading columns")
-        steps = (
-            loaded
-            for column_slice in missing_slices
-            for loaded in _load(column_slice, partial(_iterate_pieces, store, column_slice, session, op))
-        )
-        stack.callback(steps.close)
+        messages = load_slices()
+        # An error must close the writer that the generator has open.
+        stack.callback(messages.close)
 
         def load_round() -> int:
-            loaded = 0
-            for num_loaded in steps:
-                advance(num_loaded)
-                loaded += num_loaded
-                if loaded >= ROUND_BYTES:
+            round_bytes = 0
+            for message_bytes in messages:
+                advance(message_bytes)
+                round_bytes += message_bytes
+                if round_bytes >= ROUND_BYTES:
                     break
-            return loaded
+            return round_bytes
 
+        # A rank that has loaded everything keeps serving until no rank loads any more.
         while gather_int64([run_on_all_ranks(session, load_round)], session).any():
             pass
         barrier(session, "the columns are loaded")
 
 
-def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterator[int]:
+def _load(column_slice: ColumnSlice, read_pieces: Callable[[], Iterator[Array]]) -> Iterator[int]:
     """Load one feature into a file, or into memory if no file can be written. Yield the bytes per message."""
     if column_slice.folder is not None:
         try:
-            with column_slice.folder.open_writer() as writer:
-                stream = writer.stream(VALUES, column_slice.dtype, column_slice.shape)
-                for piece in pieces():
-                    stream.append(piece)
-                    yield piece.nbytes
-                writer.publish(column_slice.facts)
-
-            rows = column_slice.read()
-            if rows is None:
-                raise FileNotFoundError("it was removed")
-            column_slice.rows = rows
+            yield from _load_into_file(column_slice, column_slice.folder, read_pieces())
             return
         except PeerError:
-            raise  # It is a ConnectionError and thus an OSError, but has nothing to do with the file.
+            raise  # PeerError is an OSError, but has nothing to do with the file.
         except OSError as error:
             column_slice.problem = f"{column_slice.folder.path} cannot be written ({error})"
 
+    # The pieces are requested again from the first row.
     rows = np.empty(column_slice.shape, column_slice.dtype)
     first_row = 0
-    for piece in pieces():
+    for piece in read_pieces():
         rows[first_row : first_row + len(piece)] = piece
         first_row += len(piece)
         yield piece.nbytes
@@ -302,16 +308,33 @@ def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> I
     column_slice.rows = rows
 
 
+def _load_into_file(column_slice: ColumnSlice, folder: ArrayFolder, pieces: Iterator[Array]) -> Iterator[int]:
+    """Write ``pieces`` to the file of a slice, and map the file. Yield the bytes per piece."""
+    with folder.open_writer() as writer:
+        stream = writer.stream(VALUES, column_slice.dtype, column_slice.shape)
+        for piece in pieces:
+            stream.append(piece)
+            yield piece.nbytes
+        writer.publish(column_slice.facts)
+
+    rows = column_slice.read()
+    if rows is None:
+        raise FileNotFoundError("it was removed")
+    column_slice.rows = rows
+
+
 def _iterate_pieces(store: KVStore, column_slice: ColumnSlice, session: Session, op: str) -> Iterator[Array]:
     """Yield the rows of all servers in order, one message at a time, with a few requested ahead."""
-    step = rows_per_message(column_slice.row_bytes)
+    columns = column_slice.columns
+    rows_per_request = rows_per_message(column_slice.row_bytes)
+    bounds = store.column(column_slice.key).bounds.tolist()
     pending: deque[Pending] = deque()
-    for server, (first, last) in enumerate(pairwise(store.column(column_slice.key).bounds.tolist())):
+    for server, (first_row, end_row) in enumerate(pairwise(bounds)):
         rank = store.placement.serving_ranks[server]
-        for begin in range(first, last, step):
-            window = [begin, min(begin + step, last), column_slice.columns.first, column_slice.columns.last]
-            arrays = [np.array(window, np.int64)]
-            pending.append(session.rpc.submit(rank, op, column_slice.key, arrays, phase=PHASE))
+        for begin in range(first_row, end_row, rows_per_request):
+            end = min(begin + rows_per_request, end_row)
+            window = np.array([begin, end, columns.first, columns.last], np.int64)
+            pending.append(session.rpc.submit(rank, op, column_slice.key, [window], phase=PHASE))
             if len(pending) == IN_FLIGHT:
                 yield pending.popleft().result()[0]
 
@@ -320,12 +343,14 @@ def _iterate_pieces(store: KVStore, column_slice: ColumnSlice, session: Session,
 
 
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
-    begin, end, left, right = arrays[0].tolist()
-    pieces = [
-        shard.rows[max(begin - shard.first, 0) : max(end - shard.first, 0), left:right]
-        for shard in store.column(key).shards
-        if shard.first < end and begin < shard.first + len(shard.rows)
-    ]
+    """Answer a request for a window of rows and columns, as a remote call. Rows may be in several shards."""
+    first_row, end_row, first_column, end_column = arrays[0].tolist()
+    pieces = []
+    for shard in store.column(key).shards:
+        if shard.first < end_row and first_row < shard.first + len(shard.rows):
+            # A negative bound would count from the end of the shard.
+            begin = max(first_row - shard.first, 0)
+            pieces.append(shard.rows[begin : end_row - shard.first, first_column:end_column])
     return [np.concatenate(pieces)]
 
 
@@ -336,7 +361,8 @@ class ColumnStore:
     def __init__(self, slices: Sequence[ColumnSlice], group: Group, session: Session) -> None:
         self.slices = {column_slice.name: column_slice for column_slice in slices}
         """Slices by feature name. Empty once the graph is closed."""
-        self._group, self._session = group, session
+        self._group = group
+        self._session = session
         self._moments: Moments | None = None
 
     @property
@@ -345,7 +371,7 @@ class ColumnStore:
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """Number of columns of each feature, on all parts together."""
+        """Number of columns of each feature. The columns of all parts count."""
         return {name: column_slice.columns.width for name, column_slice in self.slices.items()}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -353,19 +379,21 @@ class ColumnStore:
         return torch_dtype(self._get_slice(name).info.dtype)
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
-        """Return a (K, F_p) copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe, sends nothing.
+        """Return a (K, F_p) copy of this part's columns of ``g.ndata[name][nodes]``. Thread-safe.
 
-        ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory`` has the buffers and
-        the dtype of the copy. By default float16 and bfloat16 become float32, as in data parallel training.
-        Raises ConfigError if the feature was not opened, or ``nodes`` has a wrong dtype or shape, and
-        IndexError if an id is out of range.
+        No bytes are sent. ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory``
+        has the buffers and the dtype of the copy. By default float16 and bfloat16 become float32, as in data
+        parallel training. Raises ConfigError if the feature was not opened, or ``nodes`` has a wrong dtype or
+        shape, and IndexError if an id is out of range.
         """
         column_slice = self._get_slice(name)
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
         check_ids(ids, len(column_slice.rows), repr(name))
-        memory = memory or RowMemory()
+
+        if memory is None:
+            memory = RowMemory()
         rows = memory.rows(column_slice.key, len(ids), column_slice.info)
         if column_slice.on_disk:
             request_rows(column_slice.rows, 0, ids)
@@ -379,27 +407,30 @@ class ColumnStore:
         bytes per node each, under the phase ``columns``. Its result is kept.
         """
         if self._moments is None:
-            slices = [self._get_slice(name) for name in self.names]
-            # Other groups hold the same columns. They add zeros, so all ranks get the same bits.
-            summed_slices = slices if min(self._group.replicas) == self._group.rank else []
-            width = sum(column_slice.columns.width for column_slice in slices)
-            num_rows = slices[0].num_rows
-
-            def compute_mean(function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-                # The function gets (k, F_p) float64 values and their rows.
-                sums = torch.zeros(num_rows, dtype=torch.float64)
-                for column_slice in summed_slices:
-                    step = max(1, CHUNK_VALUES // max(1, len(column_slice.columns)))
-                    for first in range(0, num_rows, step):
-                        chunk = slice(first, min(first + step, num_rows))
-                        rows = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info)
-                        values = rows.to(torch.float64)
-                        sums[chunk] += function(values, chunk).sum(1)
-                return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
-
-            mean = compute_mean(lambda values, _: values)
-            self._moments = mean, compute_mean(lambda values, rows: (values - mean[rows, None]).square_())
+            mean = self._average_columns(lambda values, _: values)
+            variance = self._average_columns(lambda values, rows: (values - mean[rows, None]).square_())
+            self._moments = mean, variance
         return self._moments
+
+    def _average_columns(self, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Return the mean of ``function`` over the columns of all parts, as (V,) float64.
+
+        The function gets (k, F_p) float64 values and their range of rows. Every rank must call this.
+        """
+        slices = [self._get_slice(name) for name in self.names]
+        width = sum(column_slice.columns.width for column_slice in slices)
+        num_rows = slices[0].num_rows
+        sums = torch.zeros(num_rows, dtype=torch.float64)
+
+        # Other groups hold the same columns. They add zeros, so all ranks get the same bits.
+        is_in_first_group = min(self._group.replicas) == self._group.rank
+        for column_slice in slices if is_in_first_group else ():
+            rows_per_chunk = max(1, CHUNK_VALUES // max(1, len(column_slice.columns)))
+            for first_row in range(0, num_rows, rows_per_chunk):
+                chunk = slice(first_row, min(first_row + rows_per_chunk, num_rows))
+                rows = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info)
+                sums[chunk] += function(rows.to(torch.float64), chunk).sum(1)
+        return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
     def close(self) -> None:
         self.slices.clear()
@@ -424,7 +455,8 @@ class ColumnStores:
     """
 
     def __init__(self, g: DistGraph, group: Group) -> None:
-        self._g, self._group = g, group
+        self._g = g
+        self._group = group
         self._opened: dict[tuple[str, tuple[str, ...]], ColumnStore] = {}
 
     def open(self, ntype: str, names: Sequence[str]) -> ColumnStore:
@@ -441,6 +473,7 @@ class ColumnStores:
         key = (ntype, tuple(names))
         if key in self._opened:
             return self._opened[key]
+
         slices = run_on_all_ranks(
             g.session, lambda: [_make_column_slice(g, ntype, name, group) for name in names], ConfigError
         )
@@ -448,28 +481,30 @@ class ColumnStores:
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
 
         # Stores that have a feature in common share its slice.
-        open_slices = {
-            name: column_slice
-            for (opened_type, _), store in self._opened.items()
-            for name, column_slice in store.slices.items()
-            if opened_type == ntype
-        }
-        missing_slices = [column_slice for column_slice in slices if column_slice.name not in open_slices]
+        shared_slices: dict[str, ColumnSlice] = {}
+        for (opened_type, _), store in self._opened.items():
+            if opened_type == ntype:
+                shared_slices |= store.slices
+        missing_slices = [column_slice for column_slice in slices if column_slice.name not in shared_slices]
         load_columns(g.kvstore, missing_slices, g.session)
-        problem = next((column_slice.problem for column_slice in missing_slices if column_slice.problem), "")
-        problems = [column_slice for column_slice in gather_json(problem, g.session) if column_slice]
-        if problems and g.session.topology.rank == 0:
+        self._warn_of_problems(missing_slices)
+
+        slices = [shared_slices.get(column_slice.name, column_slice) for column_slice in slices]
+        self._opened[key] = ColumnStore(slices, group, g.session)
+        return self._opened[key]
+
+    def _warn_of_problems(self, slices: Sequence[ColumnSlice]) -> None:
+        """Log a warning on rank 0 if ranks could not write files. Every rank must call this."""
+        session = self._g.session
+        own_problem = next((column_slice.problem for column_slice in slices if column_slice.problem), "")
+        problems = [problem for problem in gather_json(own_problem, session) if problem]
+        if problems and session.topology.rank == 0:
             log.warning(
                 "%d of %d ranks keep columns in memory, and load them again next time: %s",
                 len(problems),
-                g.session.topology.world_size,
+                session.topology.world_size,
                 problems[0],
             )
-
-        self._opened[key] = ColumnStore(
-            [open_slices.get(column_slice.name, column_slice) for column_slice in slices], group, g.session
-        )
-        return self._opened[key]
 
     def close(self) -> None:
         """Release all columns."""
@@ -490,17 +525,20 @@ def _make_column_slice(g: DistGraph, ntype: str, name: str, group: Group) -> Col
             f"{name!r} has rows of shape {tuple(shape)}, but push_pull splits matrices by column; store it "
             "as one row of numbers per node, or as (V, 1) if there is a single number"
         )
-
     if column.on_read is not None:
         raise ConfigError(f"{name!r} is computed by a handler when read; write it to a tensor first")
+
     columns = deal_out_columns(shape[0], group.size)[group.part]
+    # A tensor that may change has no file.
+    folder = None if column.writable else stored_slice(g.dataset, ntype, name, columns).folder
     hosts = g.session.hosts
+    lower_replicas = [rank for rank in group.replicas if rank < group.rank]
     return ColumnSlice(
         name=name,
         key=key,
         columns=columns,
         info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
         num_rows=column.num_rows,
-        folder=None if column.writable else stored_slice(g.dataset, ntype, name, columns).folder,
-        is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
+        folder=folder,
+        is_leader=all(hosts[rank] != hosts[group.rank] for rank in lower_replicas),
     )

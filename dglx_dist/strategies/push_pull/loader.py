@@ -65,6 +65,9 @@ class OwnerBlock(NamedTuple):
 OwnerBlocks: TypeAlias = dict[int, OwnerBlock]
 """Blocks of the other owners, by part."""
 
+Resampler: TypeAlias = Callable[[int], OwnerBlocks]
+"""Function that samples the blocks of the other owners for a step of one epoch."""
+
 
 @final
 class BlockSchema:
@@ -83,63 +86,70 @@ class BlockSchema:
         self._types = BlockTypes(self._ntypes, relations, self._sources, self._targets)
 
     def key_by_type(self, nodes: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return ids by node type. Loaders yield a tensor if there is only one."""
-        return {self._ntypes[0]: nodes} if isinstance(nodes, Tensor) else nodes
+        """Return ids by node type. Loaders yield a tensor if there is only one type."""
+        if isinstance(nodes, Tensor):
+            return {self._ntypes[0]: nodes}
+        return nodes
 
-    def pack(self, own: OwnerBlock, *, wide: bool) -> list[Array]:
-        """Return the arrays as int32. With ``wide``, ids are int64."""
-        ids = [own.nodes[ntype] for ntype in self._ntypes]
-        arrays = [(nodes if wide else nodes.to(torch.int32)).numpy() for nodes in ids]
+    def pack(self, owner: OwnerBlock, *, wide: bool) -> list[Array]:
+        """Return the arrays of a block as int32. With ``wide``, node ids are int64."""
+        id_dtype = torch.int64 if wide else torch.int32
+        tensors = [owner.nodes[ntype].to(id_dtype) for ntype in self._ntypes]
         for etype in self._etypes:
-            indptr, indices, _ = own.block.adj_tensors("csc", etype)
-            arrays += [indptr.to(torch.int32).numpy(), indices.to(torch.int32).numpy()]
+            indptr, indices, _ = owner.block.adj_tensors("csc", etype)
+            tensors += [indptr.to(torch.int32), indices.to(torch.int32)]
         if len(self._ntypes) > 1:
-            counts = [own.block.num_dst_nodes(ntype) for ntype in self._ntypes]
-            arrays.append(torch.tensor(counts, dtype=torch.int32).numpy())
-        return arrays
+            num_targets = [owner.block.num_dst_nodes(ntype) for ntype in self._ntypes]
+            tensors.append(torch.tensor(num_targets, dtype=torch.int32))
+        return [tensor.numpy() for tensor in tensors]
 
     def unpack(self, arrays: Sequence[Array], idtype: torch.dtype) -> OwnerBlock:
         """Rebuild the block from the arrays of :meth:`pack`. Its edges are numbered in CSC order.
 
         ``idtype`` is the id type of the owner's block, so that all parts run the same kernels.
         """
+        num_types = len(self._ntypes)
         tensors = [torch.tensor(array) for array in arrays]
-        nodes = [ids.to(torch.int64) for ids in tensors[: len(self._ntypes)]]
-        edges = [values.to(idtype) for values in tensors[len(nodes) : len(nodes) + 2 * len(self._etypes)]]
-        counts = tensors[-1].tolist() if len(nodes) > 1 else [len(edges[0]) - 1]
-        return self._build(nodes, counts, edges)
+        nodes = [ids.to(torch.int64) for ids in tensors[:num_types]]
+        end = num_types + 2 * len(self._etypes)
+        edges = [values.to(idtype) for values in tensors[num_types:end]]
+
+        # Every destination of a single node type has an entry in indptr.
+        num_targets = tensors[-1].tolist() if num_types > 1 else [len(edges[0]) - 1]
+        return self._build(nodes, num_targets, edges)
 
     def rebuild(self, block: DGLBlock, nodes: Mapping[str, Tensor]) -> OwnerBlock:
         """Return the block as :meth:`unpack` returns it, without other data."""
-        edges = [values for etype in self._etypes for values in block.adj_tensors("csc", etype)[:2]]
-        counts = [block.num_dst_nodes(ntype) for ntype in self._ntypes]
-        return self._build([nodes[ntype].to(torch.int64) for ntype in self._ntypes], counts, edges)
+        edges: list[Tensor] = []
+        for etype in self._etypes:
+            indptr, indices, _ = block.adj_tensors("csc", etype)
+            edges += [indptr, indices]
+
+        ids = [nodes[ntype].to(torch.int64) for ntype in self._ntypes]
+        num_targets = [block.num_dst_nodes(ntype) for ntype in self._ntypes]
+        return self._build(ids, num_targets, edges)
 
     def check(self, arrays: Sequence[Array]) -> None:
         """Raise ValueError, which the sender gets, if kernels would read outside of the arrays."""
         num_types = len(self._ntypes)
-        num_arrays = len(self._ntypes) + 2 * len(self._etypes)
-        has_counts = num_types > 1
-        if len(arrays) != num_arrays + has_counts or any(a.ndim != 1 or a.dtype.kind != "i" for a in arrays):
+        end = num_types + 2 * len(self._etypes)
+        # Blocks of several node types have one more array, the numbers of destinations.
+        num_arrays = end if num_types == 1 else end + 1
+        if len(arrays) != num_arrays or any(a.ndim != 1 or a.dtype.kind != "i" for a in arrays):
             descriptions = [f"{array.dtype} {array.shape}" for array in arrays]
             raise ValueError(
-                f"arrays {descriptions} are no block; it has {num_arrays + has_counts} one-dimensional "
-                "integer arrays"
+                f"arrays {descriptions} are no block; it has {num_arrays} one-dimensional integer arrays"
             )
 
         num_sources = [len(ids) for ids in arrays[:num_types]]
-        counts = arrays[-1].tolist() if has_counts else [len(arrays[1]) - 1]
-        if len(counts) != num_types or any(not 0 <= n <= m for n, m in zip(counts, num_sources, strict=True)):
-            raise ValueError(f"{counts} destinations of {num_sources} sources are no block")
+        num_targets = arrays[-1].tolist() if num_types > 1 else [len(arrays[1]) - 1]
+        has_all_types = len(num_targets) == num_types
+        pairs = zip(num_targets, num_sources, strict=False)
+        if not has_all_types or any(not 0 <= targets <= sources for targets, sources in pairs):
+            raise ValueError(f"{num_targets} destinations of {num_sources} sources are no block")
 
-        for source, target, (indptr, indices) in self._pair_edges(arrays[num_types:num_arrays]):
-            if (
-                not len(indptr)
-                or (int(indptr[0]), int(indptr[-1])) != (0, len(indices))
-                or len(indptr) - 1 != counts[target]
-                or (indptr[1:] < indptr[:-1]).any()
-                or (len(indices) and not 0 <= indices.min() <= indices.max() < num_sources[source])
-            ):
+        for source, target, (indptr, indices) in self._pair_edges(arrays[num_types:end]):
+            if not _is_csc(indptr, indices, num_targets[target], num_sources[source]):
                 raise ValueError(
                     f"{[len(array) for array in arrays]} source ids, bounds and indices of in-edges are no "
                     "block: bounds rise from 0 to the number of edges, and indices are positions of source "
@@ -147,23 +157,33 @@ class BlockSchema:
                 )
 
     def _pair_edges(self, arrays: Sequence[T]) -> Iterator[tuple[int, int, tuple[T, T]]]:
+        """Yield the source type, the destination type, and (indptr, indices) of each edge type."""
         pairs = zip(arrays[::2], arrays[1::2], strict=True)
         return zip(self._sources, self._targets, pairs, strict=True)
 
-    def _build(self, nodes: Sequence[Tensor], counts: list[int], arrays: Sequence[Tensor]) -> OwnerBlock:
+    def _build(self, nodes: Sequence[Tensor], num_targets: list[int], arrays: Sequence[Tensor]) -> OwnerBlock:
+        """Build a block from int64 source ids and numbers of destinations by type, and arrays of edges."""
         num_sources = [len(ids) for ids in nodes]
-        edges: list[Any] = [
-            (num_sources[source], counts[target], indptr, indices, {})
-            for source, target, (indptr, indices) in self._pair_edges(arrays)
-        ]
         if len(nodes) == len(self._etypes) == 1:
-            # This takes a third of the time.
+            # A block of one type takes a third of the time of a block of several types.
             indptr, indices = arrays
             block = build_block(indptr, indices, num_sources[0], self._etypes[0])
         else:
-            block = self._types.block(edges, None, (num_sources, counts))
-
+            edges: list[Any] = [
+                (num_sources[source], num_targets[target], indptr, indices, {})
+                for source, target, (indptr, indices) in self._pair_edges(arrays)
+            ]
+            block = self._types.block(edges, None, (num_sources, num_targets))
         return OwnerBlock(block, dict(zip(self._ntypes, nodes, strict=True)))
+
+
+def _is_csc(indptr: Array, indices: Array, num_targets: int, num_sources: int) -> bool:
+    """Return whether the arrays are in-edges of ``num_targets`` nodes from ``num_sources`` nodes."""
+    if len(indptr) != num_targets + 1:
+        return False
+    if indptr[0] != 0 or indptr[-1] != len(indices) or (indptr[1:] < indptr[:-1]).any():
+        return False
+    return not len(indices) or bool(indices.min() >= 0 and indices.max() < num_sources)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -172,7 +192,8 @@ class GroupedBatch:
 
     batch: Any
     """Batch of the inner loader. On the consumer's thread it becomes the user's batch."""
-    own: OwnerBlock
+    own_block: OwnerBlock
+    """Block of this rank."""
     number: int
     """Number of the batch since the loader's first epoch."""
     sample_s: float
@@ -187,10 +208,10 @@ class GroupedBatch:
 class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     """Yields the batches of ``inner``. ``blocks[0].push_pull`` is the batch as all parts see it.
 
-    The data of its sources has this rank's (L0, F_p) columns under the name of each feature. Construction is
-    collective, and all ranks must iterate over the same steps. Its threads exchange structure without
-    collectives. At the normal end of an epoch, the ``pipelines`` of the models for this loader are drained,
-    which is collective.
+    The source nodes of ``blocks[0]`` have this rank's (L0, F_p) columns under the name of each feature.
+    Construction is collective, and all ranks must iterate over the same steps. The threads of the loader
+    exchange structure without collectives. At the normal end of an epoch, the ``pipelines`` of the models
+    for this loader are drained, which is collective.
 
     ``inner`` is a loader of nodes or edges. It must not fetch the features in ``stores``, which are the
     columns by node type.
@@ -217,16 +238,10 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self._stores = stores
         self._group = group
         self._pipelines = pipelines
-        self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
+        num_buffers = (inner.depth + _EXTRA_BATCHES) * group.size
+        self._memory = RowMemory(num_buffers, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
-        columns = [
-            g.kvstore.column(g.nodes[ntype].data[name].kvstore_key)
-            for ntype, store in stores.items()
-            for name in store.names
-        ]
-        is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
-        if any(column.cache or (column.ahead and is_replicated) for column in columns):
-            log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
+        _warn_of_caches(g, stores)
 
         # All ranks construct their loaders in the same order, so the loaders have the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
@@ -236,18 +251,18 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             "rank == 0`"
         )
         self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, self.schema.check)
-        self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
+        self._make_resampler: Callable[[int], Resampler] | None = None
         super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
         if options.structure == "resample" and group.size > 1:
-            self._resampled = self._open_resampling()
+            self._make_resampler = self._open_resampling()
+
         settings = {
             "depth": inner.depth,
             "features": {ntype: store.names for ntype, store in stores.items()},
             "structure": options.structure,
             "look_ahead": self._looks_ahead,
         }
-
-        # This is also a barrier, so that all ranks have registered their remote calls before one iterates.
+        # The check is also a barrier. All ranks have registered their remote calls before one iterates.
         check_equal(session, "a loader of push_pull", settings)
         self._iteration = -1
 
@@ -260,9 +275,13 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         While no model is wrapped, calling one raises ConfigError. A loop that is left early releases its
         batches.
         """
-        self._iteration = iteration = self._iteration + 1
+        self._iteration += 1
+        iteration = self._iteration
         stream = cast("Generator[Any, None, None]", super().__iter__())
-        hook = None if self._has_model() else register_module_forward_pre_hook(self._refuse_unwrapped)
+        hook = None
+        if not self._has_model():
+            hook = register_module_forward_pre_hook(self._refuse_unwrapped)
+
         try:
             while True:
                 with report_status(self._session, NEXT_BATCH):
@@ -274,13 +293,14 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
                 # A user who keeps one batch must not keep all following ones.
                 group_batch.following = None
         finally:
-            # This comes first, because the threads that the loader waits for may wait for other ranks.
+            # The mailbox comes first, because the threads that ``close`` waits for may wait for other ranks.
             self._pushes.mailbox.begin(iteration + 1)
             stream.close()
             if hook is not None:
                 hook.remove()
 
-        for pipeline in [reference() for reference in self._pipelines]:
+        for reference in self._pipelines:
+            pipeline = reference()
             if pipeline is not None:
                 pipeline.drain()
 
@@ -304,154 +324,164 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> GroupStages:
         inner = self._inner.open_stages(epoch, steps, claims=False)
         self._pushes.mailbox.begin(self._iteration)
-        resample = None if self._resampled is None else self._resampled(epoch)
+        resample = None if self._make_resampler is None else self._make_resampler(epoch)
         return GroupStages(self, epoch, inner, resample, self._iteration)
 
     def end(self, iteration: int, error: BaseException) -> None:
         """Make the threads of ``iteration`` stop waiting for ranks that now wait for this one."""
         self._pushes.mailbox.begin(iteration + 1, error)
 
-    def exchange_blocks(self, made: GroupedBatch, iteration: int) -> OwnerBlocks:
+    def exchange_blocks(self, grouped: GroupedBatch, iteration: int) -> OwnerBlocks:
         """Push the own block to the other owners, and return theirs."""
-        epoch, step = divmod(made.number, len(self))
-        own_block = made.own
+        epoch, step = divmod(grouped.number, len(self))
+        own_block = grouped.own_block
         ranks = [rank for _, rank in self._group.peers]
-        messages = dict.fromkeys(ranks, self.schema.pack(own_block, wide=self._wide))
+        arrays = self.schema.pack(own_block, wide=self._wide)
+        messages = dict.fromkeys(ranks, arrays)
         self._pushes.post(iteration, str(step), messages, phase=STRUCTURE, layer=1)
+
         description = f"the structure of step {step} of epoch {epoch}"
         received = self._pushes.mailbox.take(iteration, str(step), ranks, description)
-        return {
-            part: self.schema.unpack(received[rank], own_block.block.idtype)
-            for part, rank in self._group.peers
-        }
+        idtype = own_block.block.idtype
+        return {part: self.schema.unpack(received[rank], idtype) for part, rank in self._group.peers}
 
-    def _open_resampling(self) -> Callable[[int], Callable[[int], OwnerBlocks]]:
-        """Exchange the seeds of the group, and return a function that samples the blocks of other owners.
+    def _open_resampling(self) -> Callable[[int], Resampler]:
+        """Exchange the seeds of the group, and return a function from an epoch to its resampler.
 
-        The function maps an epoch to a function of the step. Random numbers are keyed by (seed, epoch, hop,
-        node), so all ranks sample equal blocks. Every rank must call this. Raises ConfigError if the sampling
-        of a rank cannot be repeated by others. It is raised on all ranks.
+        Random numbers are keyed by (seed, epoch, hop, node), so all ranks sample equal blocks. Every rank
+        must call this. Raises ConfigError on all ranks if others cannot repeat the sampling of a rank.
         """
         loader = self._inner
         session = self._session
         group = self._group
         schema = self.schema
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
-
         # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
+
         op = f"{self._label}.seeds"
         types = list(loader.items.ids)
         arrays = list(loader.items.ids.values())
 
-        # This is collective, so that all ranks can answer before one asks.
-        run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
+        def answer(_name: str, _arrays: Sequence[Array]) -> list[Array]:
+            return arrays
+
+        # The registration is collective, so that all ranks can answer before one asks.
+        run_on_all_ranks(session, lambda: session.rpc.register(op, answer))
         weakref.finalize(self, session.rpc.unregister, op)
-        items: dict[int, Items[Any]] = {
-            rank: Items(ids=dict(zip(types, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
-            for _, rank in group.peers
-        }
+        items_of_rank: dict[int, Items[Any]] = {}
+        for _, rank in group.peers:
+            seeds = session.rpc.call(rank, op, "", [], phase=SEEDS)
+            items_of_rank[rank] = Items(ids=dict(zip(types, seeds, strict=True)))
 
-        def make_resampler(epoch: int) -> Callable[[int], OwnerBlocks]:
+        def make_resampler(epoch: int) -> Resampler:
             # The seeds of an epoch are sorted once, not for every batch.
-            seeds = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.peers}
+            items = items_of_rank
+            orders = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.peers}
 
-            def sample_block(items: Mapping[Any, Array], step: int) -> OwnerBlock:
-                batch = sample(items, epoch, step)
-                return schema.rebuild(batch.blocks[0], schema.key_by_type(batch.input_nodes))
+            def sample_blocks(step: int) -> OwnerBlocks:
+                blocks = {}
+                for part, get_items in orders.items():
+                    batch = sample(get_items(step), epoch, step)
+                    nodes = schema.key_by_type(batch.input_nodes)
+                    blocks[part] = schema.rebuild(batch.blocks[0], nodes)
+                return blocks
 
-            return lambda step: {part: sample_block(items_of(step), step) for part, items_of in seeds.items()}
+            return sample_blocks
 
         return make_resampler
 
-    def gather_inputs(self, made: GroupedBatch) -> tuple[PartInput, ...]:
+    def gather_inputs(self, grouped: GroupedBatch) -> tuple[PartInput, ...]:
         """Return the batches of all owners with this part's columns."""
-        batch_number = self.first_number + made.number
-        blocks = {self._group.part: made.own, **made.other_blocks}
-        return tuple(
-            PartInput(
-                block=owner.block,
-                nodes=owner.nodes,
-                columns={
-                    ntype: {name: store.rows(name, owner.nodes[ntype], self._memory) for name in store.names}
-                    for ntype, store in self._stores.items()
-                },
-                number=batch_number,
-            )
-            for _, owner in sorted(blocks.items())
-        )
+        number = self.first_number + grouped.number
+        owners = {self._group.part: grouped.own_block, **grouped.other_blocks}
+        inputs = []
+        for part in range(self._group.size):
+            owner = owners[part]
+            columns = {}
+            for ntype, store in self._stores.items():
+                nodes = owner.nodes[ntype]
+                columns[ntype] = {name: store.rows(name, nodes, self._memory) for name in store.names}
+            inputs.append(PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number))
+        return tuple(inputs)
 
     def wrap_batches(self, batches: Iterator[GroupedBatch]) -> Iterator[GroupedBatch]:
-        delivered = map(self._deliver_batch, batches)
+        delivered_batches = map(self._deliver_batch, batches)
         if not self._looks_ahead:
-            yield from delivered
+            yield from delivered_batches
             return
-        made = next(delivered, None)
-        while made is not None:
-            following = next(delivered, None)
-            made.group_batch.following = None if following is None else following.group_batch
-            yield made
-            made = following
 
-    def deliver(self, step: int, batch: GroupedBatch) -> Any:
-        self._session.step_share = batch.share
-        return batch.batch
+        grouped = next(delivered_batches, None)
+        while grouped is not None:
+            next_grouped = next(delivered_batches, None)
+            if next_grouped is not None:
+                grouped.group_batch.following = next_grouped.group_batch
+            yield grouped
+            grouped = next_grouped
 
-    def _deliver_batch(self, made: GroupedBatch) -> GroupedBatch:
+    def deliver(self, step: int, grouped: GroupedBatch) -> Any:
+        self._session.step_share = grouped.share
+        return grouped.batch
+
+    def _deliver_batch(self, grouped: GroupedBatch) -> GroupedBatch:
         """Deliver the own block of a group's batch to the user, with its group batch as ``block.push_pull``.
 
-        ``made`` is changed and returned. Its inputs get the nodes and the block on the device of the model.
+        ``grouped`` is changed and returned. The own input gets nodes and the block on the model's device.
         """
-        group_batch, part = made.group_batch, self._group.part
+        group_batch = grouped.group_batch
+        part = self._group.part
+        own_input = group_batch.inputs[part]
         epoch, step = divmod(group_batch.number, len(self))
 
         # The inner loader is not iterated, but it numbers the steps of the batches that it delivers.
         self._inner.first_number = self.first_number
         self._inner.set_epoch(epoch)
-        made.batch = self._inner.deliver(step, made.batch)
-        made.share, block = self._session.step_share, made.batch[-1][0]
-        inputs, nodes = group_batch.inputs, group_batch.inputs[part].nodes
+        grouped.batch = self._inner.deliver(step, grouped.batch)
+        grouped.share = self._session.step_share
+        input_nodes, *_, blocks = grouped.batch
+        block = blocks[0]
+
+        nodes = own_input.nodes
         if self._inner.moves_batches:
-            # All names refer to one tensor, so that a model's nodes are recognised without reading the
-            # device.
-            moved_nodes = self.schema.key_by_type(made.batch[0])
+            # All names refer to one tensor, so a model's nodes are recognised without reading the device.
+            moved_nodes = self.schema.key_by_type(input_nodes)
             nodes = {ntype: ids.long() for ntype, ids in moved_nodes.items()}
             for ntype, ids in nodes.items():
                 block.srcnodes[ntype].data[dgl.NID] = ids
-
-        for ntype, columns in inputs[part].columns.items():
+        for ntype, columns in own_input.columns.items():
             block.srcnodes[ntype].data.update(columns)
-        # The batch gets a view of the user's block, because that refers to the batch. A reference cycle would
-        # keep the rows in memory until the garbage collector finds it.
-        own_input = replace(inputs[part], block=block.local_var(), nodes=nodes)
-        group_batch.inputs = (*inputs[:part], own_input, *inputs[part + 1 :])
-        block.push_pull = group_batch
-        return made
 
-    def move(self, made: GroupedBatch) -> None:
+        # The batch gets a view of the user's block, because the user's block refers to the batch. A reference
+        # cycle would keep the rows in memory until the garbage collector finds it.
+        inputs = list(group_batch.inputs)
+        inputs[part] = replace(own_input, block=block.local_var(), nodes=nodes)
+        group_batch.inputs = tuple(inputs)
+        block.push_pull = group_batch
+        return grouped
+
+    def move(self, grouped: GroupedBatch) -> None:
         """Begin to copy the batch to the device. The own block is copied with the user's batch."""
-        own = self._group.part
         device = self._inner.device
-        group_batch = made.group_batch
+        group_batch = grouped.group_batch
 
         def move(copy: Copy) -> None:
-            made.batch.move(device, copy)
-            group_batch.inputs = tuple(
-                replace(
-                    part_input,
-                    block=part_input.block if part == own else place(part_input.block, device, copy=copy),
-                    nodes=part_input.nodes
-                    if part == own
-                    else {t: ids_to_device(ids, device, copy) for t, ids in part_input.nodes.items()},
-                    columns={
-                        ntype: {name: copy(rows) for name, rows in columns.items()}
-                        for ntype, columns in part_input.columns.items()
-                    },
-                )
-                for part, part_input in enumerate(group_batch.inputs)
-            )
+            grouped.batch.move(device, copy)
+            moved_inputs = []
+            for part, part_input in enumerate(group_batch.inputs):
+                columns = {}
+                for ntype, columns_by_name in part_input.columns.items():
+                    columns[ntype] = {name: copy(rows) for name, rows in columns_by_name.items()}
+                moved_input = replace(part_input, columns=columns)
+                if part != self._group.part:
+                    moved_input = replace(
+                        moved_input,
+                        block=place(part_input.block, device, copy=copy),
+                        nodes={t: ids_to_device(ids, device, copy) for t, ids in part_input.nodes.items()},
+                    )
+                moved_inputs.append(moved_input)
+            group_batch.inputs = tuple(moved_inputs)
 
-        _, made.batch.arrive = copy_async(self._inner.copies, device, move)
+        _, grouped.batch.arrive = copy_async(self._inner.copies, device, move)
 
     @property
     def moves_batches(self) -> bool:
@@ -469,51 +499,64 @@ class GroupStages(Stages[GroupedBatch]):
         loader: PushPullLoader,
         epoch: int,
         inner: Maker[Any, Any],
-        resample: Callable[[int], OwnerBlocks] | None,
+        resample: Resampler | None,
         iteration: int,
     ) -> None:
         self.loader = loader
         self.epoch = epoch
         self._inner = inner
-        self._resample, self._iteration = resample, iteration
+        self._resample = resample
+        self._iteration = iteration
 
     def sample(self, step: int) -> GroupedBatch:
         batch = self._inner.make(step)
-        nodes = self.loader.schema.key_by_type(batch.input_nodes)
-        own = OwnerBlock(batch.blocks[0], {ntype: ids.to(torch.int64) for ntype, ids in nodes.items()})
-        number = self.epoch * len(self.loader) + step
+        input_nodes = self.loader.schema.key_by_type(batch.input_nodes)
+        nodes = {ntype: ids.long() for ntype, ids in input_nodes.items()}
         return GroupedBatch(
-            batch=batch, own=own, number=number, sample_s=batch.sample_s, fetch_s=batch.fetch_s
+            batch=batch,
+            own_block=OwnerBlock(batch.blocks[0], nodes),
+            number=self.epoch * len(self.loader) + step,
+            sample_s=batch.sample_s,
+            fetch_s=batch.fetch_s,
         )
 
-    def fetch(self, made: GroupedBatch) -> None:
-        begin = time.perf_counter()
-        step = made.number % len(self.loader)
+    def fetch(self, grouped: GroupedBatch) -> None:
+        begin_s = time.perf_counter()
+        step = grouped.number % len(self.loader)
         with self.span("push structure", step):
-            made.other_blocks = (
-                self.loader.exchange_blocks(made, self._iteration)
-                if self._resample is None
-                else self._resample(step)
-            )
+            if self._resample is None:
+                grouped.other_blocks = self.loader.exchange_blocks(grouped, self._iteration)
+            else:
+                grouped.other_blocks = self._resample(step)
+        grouped.fetch_s += time.perf_counter() - begin_s
 
-        made.fetch_s += time.perf_counter() - begin
+    def build(self, grouped: GroupedBatch) -> None:
+        begin_s = time.perf_counter()
+        with self.span("gather columns", grouped.number % len(self.loader)):
+            grouped.group_batch = GroupBatch(grouped.number, self.loader.gather_inputs(grouped))
+        grouped.fetch_s += time.perf_counter() - begin_s
 
-    def build(self, made: GroupedBatch) -> None:
-        begin = time.perf_counter()
-        with self.span("gather columns", made.number % len(self.loader)):
-            made.group_batch = GroupBatch(made.number, self.loader.gather_inputs(made))
-        made.fetch_s += time.perf_counter() - begin
-
-    def move(self, made: GroupedBatch, step: int) -> None:
+    def move(self, grouped: GroupedBatch, step: int) -> None:
         if not self.loader.moves_batches:
             return
-        begin = time.perf_counter()
+        begin_s = time.perf_counter()
         with self.span("copy to the device", step):
-            self.loader.move(made)
-        made.fetch_s += time.perf_counter() - begin
+            self.loader.move(grouped)
+        grouped.fetch_s += time.perf_counter() - begin_s
 
     def fail(self, error: BaseException) -> None:
         self.loader.end(self._iteration, error)
+
+
+def _warn_of_caches(g: DistGraph, stores: Mapping[str, ColumnStore]) -> None:
+    """Log a warning if the columns in ``stores`` have a cache of rows, which this loader does not use."""
+    is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
+    for ntype, store in stores.items():
+        for name in store.names:
+            column = g.kvstore.column(g.nodes[ntype].data[name].kvstore_key)
+            if column.cache or (column.ahead and is_replicated):
+                log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
+                return
 
 
 def split_prefetch(
@@ -537,27 +580,31 @@ def split_prefetch(
             "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
 
-    feats = plan.node_feats
     cut_names = dict(names)
-    if len(names) == 1:
-        (ntype,) = names
-        prefetched = (
-            [name for keys in feats.values() for name in keys] if isinstance(feats, Mapping) else feats
-        )
-        names_by_type = {ntype: prefetched}
-    elif isinstance(feats, Mapping):
-        names_by_type = {str(ntype): columns for ntype, columns in feats.items()}
-    else:
+    has_one_type = len(names) == 1
+    if not has_one_type and not isinstance(plan.node_feats, Mapping):
         return sampler, cut_names  # The inner loader refuses names without a type.
 
-    kept: dict[str, list[str]] = {}
-    for ntype, prefetched in names_by_type.items():
-        if len(names) == 1 or cut_names.get(ntype):
+    kept_names = {}
+    for ntype, prefetched_names in _key_by_type(plan.node_feats, list(names)).items():
+        if has_one_type or cut_names.get(ntype):
             data = g.nodes[ntype].data
-            matrices = [name for name in prefetched if name in data and len(data[name].shape) == 2]
+            matrices = [name for name in prefetched_names if name in data and len(data[name].shape) == 2]
+            # A dict keeps the order, and drops names that occur twice.
             cut_names[ntype] = tuple(dict.fromkeys([*cut_names[ntype], *matrices]))
-        kept[ntype] = [name for name in prefetched if name not in cut_names.get(ntype, ())]
+        kept_names[ntype] = [name for name in prefetched_names if name not in cut_names.get(ntype, ())]
 
     reduced_sampler = copy.copy(sampler)
-    reduced_sampler.prefetch_node_feats = kept if len(names) > 1 else kept[ntype]
+    reduced_sampler.prefetch_node_feats = kept_names
+    if has_one_type:
+        (reduced_sampler.prefetch_node_feats,) = kept_names.values()
     return reduced_sampler, cut_names
+
+
+def _key_by_type(features: Any, ntypes: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of a sampler's prefetched features by node type. One type gets all names."""
+    if not isinstance(features, Mapping):
+        return {ntypes[0]: list(features)}
+    if len(ntypes) == 1:
+        return {ntypes[0]: [name for names in features.values() for name in names]}
+    return {str(ntype): list(names) for ntype, names in features.items()}

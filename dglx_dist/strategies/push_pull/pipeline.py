@@ -48,7 +48,7 @@ from dglx_dist.strategies.push_pull.exchange import (
     sum_over_parts,
 )
 from dglx_dist.strategies.push_pull.options import PushPullOptions
-from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
+from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, Runs, SplitModel, read_input_spec
 
 Side: TypeAlias = Literal["M", "D"]
 """Names of the sides in P3: the part side M (layer 1 up to the sum) and the owner side D (the rest)."""
@@ -101,6 +101,14 @@ class Version(NamedTuple):
     """Number of steps of the side before the batch's own step. The lag is ``written - read``."""
 
 
+class WaitingGradient(NamedTuple):
+    """Gradient of one side of a batch that waits for a step. The fields are those of :class:`Version`."""
+
+    batch: int
+    side: Side
+    read: int
+
+
 @final
 class VersionLog:
     """Records the versions of the weights that batches read and wrote on both sides.
@@ -111,8 +119,7 @@ class VersionLog:
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
         self.versions: deque[Version] = deque(maxlen=1 << 16)
         """The latest versions, in the order of the steps."""
-        self.waiting: list[tuple[int, Side, int]] = []
-        """(batch, side, read) of gradients that wait for a step."""
+        self.waiting: list[WaitingGradient] = []
         self.steps: dict[Side, int] = {"M": 0, "D": 0}
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
@@ -129,21 +136,30 @@ class VersionLog:
         self.close = watch_steps(VersionLog._before_step, self, after=VersionLog._after_step)
         """Function that removes the hooks."""
 
+    def _list_known(self) -> list[Optimizer]:
+        """Return the known optimizers that still exist."""
+        optimizers = [reference() for reference in self._known]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
+
     @contextmanager
     def step_known_optimizers(self) -> Iterator[None]:
         """Step the known optimizers with the gradients that the block adds. Restore the user's gradients."""
-        optimizers = [optimizer_or_none for ref in self._known if (optimizer_or_none := ref()) is not None]
-        parameters = [parameter for optimizer in optimizers for parameter in _list_parameters(optimizer)]
+        optimizers = self._list_known()
+        parameters = []
+        for optimizer in optimizers:
+            parameters += _list_parameters(optimizer)
         user_gradients = [parameter.grad for parameter in parameters]
         held_back = self.held_back
-        self.held_back = ()
         waiting = self.waiting
+        self.held_back = ()
         self.waiting = []
         for parameter in parameters:
             parameter.grad = None
+
         yield
         for optimizer in optimizers:
             optimizer.step()
+
         self.held_back = held_back
         self.waiting = waiting + self.waiting
         for parameter, gradient in zip(parameters, user_gradients, strict=True):
@@ -159,20 +175,21 @@ class VersionLog:
         for parameter in _list_parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
-        own_parameters = self._find_stepped(optimizer)
-        if not own_parameters:
+
+        stepped_parameters = self._find_stepped(optimizer)
+        if not stepped_parameters:
             return
-        if not any(ref() is optimizer for ref in self._known):
+        known_optimizers = self._list_known()
+        if optimizer not in known_optimizers:
             check_optimizer(optimizer)
-            self._known.append(weakref.ref(optimizer))
+            known_optimizers.append(optimizer)
 
         # A replaced optimizer may still exist, so a parameter belongs to the last one that stepped it.
-        self._known = [
-            ref
-            for ref in self._known
-            if (known_optimizer := ref()) is optimizer
-            or (known_optimizer is not None and not own_parameters & self._find_stepped(known_optimizer))
-        ]
+        self._known = []
+        for known_optimizer in known_optimizers:
+            is_replaced = bool(stepped_parameters & self._find_stepped(known_optimizer))
+            if known_optimizer is optimizer or not is_replaced:
+                self._known.append(weakref.ref(known_optimizer))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Record the versions that a step of ``optimizer`` has written, as a hook of torch.
@@ -184,14 +201,15 @@ class VersionLog:
             return
 
         # If the model was called twice on a batch, there is one gradient, the sum of both.
-        entries = dict.fromkeys(key for key in self.waiting if key[1] in sides)
-        self.waiting = [key for key in self.waiting if key not in entries]
-        self.versions.extend(Version(*key, self.steps[key[1]]) for key in entries)
-        for side in {side for _, side, _ in entries}:
+        stepped = dict.fromkeys(gradient for gradient in self.waiting if gradient.side in sides)
+        self.waiting = [gradient for gradient in self.waiting if gradient.side not in sides]
+        for gradient in stepped:
+            self.versions.append(Version(*gradient, written=self.steps[gradient.side]))
+        for side in {gradient.side for gradient in stepped}:
             self.steps[side] += 1
 
         # If an optimizer steps twice while the part side's gradients wait, no optimizer has them.
-        if not any(side == "M" for _, side, _ in self.waiting):
+        if not any(gradient.side == "M" for gradient in self.waiting):
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
             self._stepped_without_part.add(id(optimizer))
@@ -203,6 +221,7 @@ class VersionLog:
             )
 
     def _find_stepped(self, optimizer: Optimizer) -> set[int]:
+        """Return the ids of the model's parameters that ``optimizer`` steps."""
         return {id(parameter) for parameter in _list_parameters(optimizer)} & self._side.keys()
 
 
@@ -227,8 +246,9 @@ class OwnerSide:
 
     def copy_values(self) -> list[Tensor]:
         """Return copies of the live values, even while :meth:`place` has replaced them."""
-        values = self._live or [parameter.data for parameter in self.parameters]
-        return [value.clone() for value in values]
+        if self._live is not None:
+            return [value.clone() for value in self._live]
+        return [parameter.data.clone() for parameter in self.parameters]
 
     def place(self, values: Sequence[Tensor]) -> None:
         """Make the model compute with ``values`` until :meth:`restore`."""
@@ -253,19 +273,19 @@ class InFlightBatch:
 
     number: int
     inputs: tuple[PartInput, ...]
-    """(N_f,) inputs by owner."""
+    """Inputs by owner."""
     origins: Mapping[str, Origin]
     """Origins of the input rows by node type."""
     leaves: Leaves
-    """Stashed weights of the part side at fM."""
+    """Weights of the part side, copied at fM."""
     read: Mapping[Side, int]
     """Number of steps of each side at fM."""
     values: list[Tensor] | None
-    """Weights of the owner side at fM, or None if they need not be the same."""
+    """Weights of the owner side at fM. None if fD and bD use the weights of the moment."""
     own_rows: Leaves = field(default_factory=dict)
     """Leaves with the rows of the own block that are not cut, by node type."""
     sources: list[Leaves] = field(default_factory=list)
-    """(N_f,) tensors from which the inputs of the first layer are computed, (L0, F_p) by node type."""
+    """(L0, F_p) tensors by owner, then by node type. The inputs of the first layer are computed from them."""
     shares: list[list[Tensor]] = field(default_factory=list)
     """This part's shares by gathered tensor, then by owner, with their autograd graph."""
     pulls: list[Transfer] = field(default_factory=list)
@@ -275,7 +295,7 @@ class InFlightBatch:
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     """Gradients of the trained parameters over all owners (bM)."""
     source_gradients: Sequence[Tensor | None] = ()
-    """(N_f,) gradients of the sources, if they are trained (bM)."""
+    """Gradients of :attr:`sources` by owner. Empty if they are not trained (bM)."""
     row_gradients: Sequence[Tensor | None] = ()
     """Gradients of :attr:`own_rows`, times :attr:`weight` (bM)."""
     weight: float = 1.0
@@ -287,27 +307,33 @@ class InFlightBatch:
 
     def unweigh_row_gradients(self) -> list[Tensor | None]:
         """Return the gradients of this rank's loss by :attr:`own_rows`. The step weighs them itself."""
-        weight = self.weight or 1.0
-        return [None if gradient is None else gradient / weight for gradient in self.row_gradients]
+        if self.weight == 0:
+            return list(self.row_gradients)  # These gradients are 0, too.
+        return [None if gradient is None else gradient / self.weight for gradient in self.row_gradients]
 
 
 def compute_shares(
-    layer: SplittableConv, inputs: Sequence[StageInput], group: Group, exchange: AsyncExchange
+    layer: SplittableConv, inputs: Sequence[StageInput], exchange: AsyncExchange
 ) -> list[list[Tensor]]:
     """Compute this part's stages of the first layer, up to the sum over parts (P3's partial forward).
 
-    Collective within ``group`` if the layer scatters. ``inputs`` has one entry for each owner of a batch.
+    Collective within the group if the layer scatters. ``inputs`` has one entry for each owner of a batch.
     Return this part's summands by gathered tensor, then by owner.
     """
-    transformed = [layer.transform(stage_input) for stage_input in inputs]
-    shares = [layer.scatter(stage_input, rows) for stage_input, rows in zip(inputs, transformed, strict=True)]
-    summed = [sum_over_parts(owner_shares, exchange) for owner_shares in zip(*shares, strict=True)]
-    scattered: list[PartialSums] = list(zip(*summed, strict=True)) if summed else [()] * group.size
-    gathered = [
-        layer.gather(stage_input, rows, sums)
-        for stage_input, rows, sums in zip(inputs, transformed, scattered, strict=True)
-    ]
-    return [list(owner_shares) for owner_shares in zip(*gathered, strict=True)]
+    transformed = [layer.transform(owner_input) for owner_input in inputs]
+    pairs = list(zip(inputs, transformed, strict=True))
+    scattered = [layer.scatter(owner_input, rows) for owner_input, rows in pairs]
+
+    # A sum needs the shares of one tensor for all owners, but the layer works on one owner at a time.
+    sums = [sum_over_parts(shares, exchange) for shares in zip(*scattered, strict=True)]
+    sums_by_owner: list[PartialSums] = [()] * len(inputs)
+    if sums:
+        sums_by_owner = list(zip(*sums, strict=True))
+
+    gathered = []
+    for (owner_input, rows), owner_sums in zip(pairs, sums_by_owner, strict=True):
+        gathered.append(layer.gather(owner_input, rows, owner_sums))
+    return [list(shares) for shares in zip(*gathered, strict=True)]
 
 
 @final
@@ -331,9 +357,13 @@ class PartSide:
         self._group = group
         self._replicas = replicas
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in split.stashed}
-        places = {name: name.rpartition(".") for name in split.stashed}
         self._pieces = [model.get_parameter(name) for name in split.cuts]
-        self._places = {name: (model.get_submodule(inner), last) for name, (inner, _, last) in places.items()}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        """Module and attribute of each parameter."""
+        for name in split.stashed:
+            module_name, _, attribute = name.rpartition(".")
+            self._places[name] = model.get_submodule(module_name), attribute
+
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self._cut = [name for name in trained if name not in split.shared]
         self._shared = [name for name in trained if name in split.shared]
@@ -342,10 +372,11 @@ class PartSide:
 
     def make_leaves(self, *, copy: bool) -> Leaves:
         """Return a leaf for each parameter. Without ``copy`` it is valid until the next step."""
-        return {
-            name: (p.detach().clone() if copy else p.detach()).requires_grad_(p.requires_grad)
-            for name, p in self.parameters.items()
-        }
+        leaves = {}
+        for name, parameter in self.parameters.items():
+            value = parameter.detach().clone() if copy else parameter.detach()
+            leaves[name] = value.requires_grad_(parameter.requires_grad)
+        return leaves
 
     @contextmanager
     def place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
@@ -360,34 +391,38 @@ class PartSide:
 
     def compute(self, batch: InFlightBatch) -> None:
         """Run the backward of a batch through this part (bM). Collective if the layer scatters."""
-        sources = [source for by_type in batch.sources for source in by_type.values() if source.requires_grad]
         # Parameters that the user has frozen meanwhile have no gradient.
         trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
+        leaves = [batch.leaves[name] for name in trained]
+        sources = [source for by_type in batch.sources for source in by_type.values() if source.requires_grad]
         own_rows = [rows for rows in batch.own_rows.values() if rows.requires_grad]
-        inputs = [*(batch.leaves[name] for name in trained), *sources, *own_rows]
+        inputs = [*leaves, *sources, *own_rows]
+
         shares = []
-        received = []
+        share_gradients = []
         for push, owner_shares in zip(batch.pushes, batch.shares, strict=True):
             for share, gradient in zip(owner_shares, push(), strict=True):
                 if share.requires_grad:
                     shares.append(share)
-                    received.append(gradient)
+                    share_gradients.append(gradient)
 
         gradients: Sequence[Tensor | None] = [None] * len(inputs)
         if shares and inputs:
-            gradients = torch.autograd.grad(shares, inputs, received, allow_unused=True)
-        batch.gradients = dict(zip(trained, gradients, strict=False))
-        first_row = len(trained) + len(sources)
-        batch.source_gradients = gradients[len(trained) : first_row]
-        row_gradients = iter(gradients[first_row:])
+            gradients = torch.autograd.grad(shares, inputs, share_gradients, allow_unused=True)
+
+        # The gradients come in the order of the inputs.
+        remaining = iter(gradients)
+        batch.gradients = {name: next(remaining) for name in trained}
+        batch.source_gradients = [next(remaining) for _ in sources]
         batch.row_gradients = [
-            next(row_gradients) if rows.requires_grad else None for rows in batch.own_rows.values()
+            next(remaining) if rows.requires_grad else None for rows in batch.own_rows.values()
         ]
 
     def add_gradients(self, batch: InFlightBatch) -> None:
         """Add the gradients to ``.grad``. Collective if a parameter is shared or replicated."""
+        has_replicas = len(self._group.replicas) > 1
         gradients = {name: batch.gradients.get(name) for name in self._cut}
-        if len(self._group.replicas) > 1:
+        if has_replicas:
             gradients = self._sum_gradients(batch, self._cut, self._sum_over_replicas)
         gradients |= self._sum_gradients(batch, self._shared, self._sum_over_all)
         for name, gradient in gradients.items():
@@ -400,10 +435,11 @@ class PartSide:
             if not batch.source_gradients or origin.embedding is None:
                 continue
             nodes = [part_input.nodes[ntype] for part_input in batch.inputs]
-            rows = list(zip(nodes, batch.source_gradients, strict=True))
-            if len(self._group.replicas) > 1:
-                rows = self._gather_replicas(rows, [by_type[ntype] for by_type in batch.sources])
-            origin.embedding.add_gradients(rows)
+            row_gradients = list(zip(nodes, batch.source_gradients, strict=True))
+            if has_replicas:
+                sources = [by_type[ntype] for by_type in batch.sources]
+                row_gradients = self._gather_replicas(row_gradients, sources)
+            origin.embedding.add_gradients(row_gradients)
 
         mark_pieces(self._pieces, self._session, self._group.size)
 
@@ -416,27 +452,31 @@ class PartSide:
         """
         if not names:
             return {}
-        leaves = [batch.leaves[name] for name in names]
-        gradients = [batch.gradients.get(name) for name in names]
-        flat_gradients = torch.cat(
-            [
-                (torch.zeros_like(leaf) if gradient is None else gradient).reshape(-1)
-                for gradient, leaf in zip(gradients, leaves, strict=True)
-            ]
-        )
-        pieces = torch.split(all_reduce(flat_gradients), [leaf.numel() for leaf in leaves])
+
+        addends = []
+        for name in names:
+            gradient = batch.gradients.get(name)
+            addend = torch.zeros_like(batch.leaves[name]) if gradient is None else gradient
+            addends.append(addend.reshape(-1))
+        flat_sums = torch.split(all_reduce(torch.cat(addends)), [len(addend) for addend in addends])
 
         # Concatenation has promoted several dtypes to the widest.
-        pairs = zip(names, pieces, leaves, strict=True)
-        return {name: piece.view_as(leaf).to(leaf.dtype) for name, piece, leaf in pairs}
+        sums: dict[str, Tensor | None] = {}
+        for name, flat_sum in zip(names, flat_sums, strict=True):
+            leaf = batch.leaves[name]
+            sums[name] = flat_sum.view_as(leaf).to(leaf.dtype)
+        return sums
 
     def _sum_over_replicas(self, flat: Tensor) -> Tensor:
-        rank, replicas = self._group.rank, self._group.replicas
+        rank = self._group.rank
+        replicas = self._group.replicas
         index = replicas.index(rank)
         with report_failed_peers(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
-        sent = ring_bytes(flat.nbytes, len(replicas), index)
-        self._session.ledger.add(PHASE, 1, rank, replicas[(index + 1) % len(replicas)], sent)
+
+        # In a ring, a rank sends to the next one only.
+        next_rank = replicas[(index + 1) % len(replicas)]
+        self._session.ledger.add(PHASE, 1, rank, next_rank, ring_bytes(flat.nbytes, len(replicas), index))
         return flat
 
     def _sum_over_all(self, flat: Tensor) -> Tensor:
@@ -446,35 +486,32 @@ class PartSide:
         self, row_gradients: Sequence[tuple[Tensor, Tensor | None]], sources: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return nodes and gradients of all replicas by rank, so that all ranks add in the same order."""
+        gradients = []
+        for (_, gradient), source in zip(row_gradients, sources, strict=True):
+            gradients.append(torch.zeros_like(source) if gradient is None else gradient)
         nodes = torch.cat([ids for ids, _ in row_gradients])
-        values = torch.cat(
-            [
-                torch.zeros_like(row) if gradient is None else gradient
-                for (_, gradient), row in zip(row_gradients, sources, strict=True)
-            ]
-        )
-        sizes = gather_int64([len(nodes)], self._session)[list(self._group.replicas), 0].tolist()
-        pushed = [
-            self._between_replicas.push(
-                rows, [rows.new_empty(size, *rows.shape[1:]) for size in sizes], PHASE
-            )
-            for rows in (nodes, values)
-        ]
-        return list(zip(*(gradient() for gradient in pushed), strict=True))
+        sizes_by_rank = gather_int64([len(nodes)], self._session)
+        sizes = sizes_by_rank[list(self._group.replicas), 0].tolist()
+
+        transfers = []
+        for rows in (nodes, torch.cat(gradients)):
+            templates = [rows.new_empty(size, *rows.shape[1:]) for size in sizes]
+            transfers.append(self._between_replicas.push(rows, templates, PHASE))
+        all_nodes, all_gradients = [receive() for receive in transfers]
+        return list(zip(all_nodes, all_gradients, strict=True))
 
 
 def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | None:
     """Make the process group of the replicas, or None if there are no others. Every rank must call it."""
     if len(group.replicas) == 1:
         return None
-    limit = timedelta(seconds=session.timeout_s)
+
+    groups = []
     with report_failed_peers(session, "groups of replicas"):
         # Every rank must make every group, in the same order.
-        groups = [
-            dist.new_group(list(range(part, session.topology.world_size, group.size)), timeout=limit)
-            for part in range(group.size)
-        ]
-
+        for part in range(group.size):
+            ranks = list(range(part, session.topology.world_size, group.size))
+            groups.append(dist.new_group(ranks, timeout=timedelta(seconds=session.timeout_s)))
     return groups[group.part]
 
 
@@ -504,15 +541,16 @@ class Pipeline(Shared):
         self._session = session
         self._group = group
         self._split = split
-        self._provenance, self._buffers = split.provenance, buffers
+        self._provenance = split.provenance
+        self._buffers = buffers
         part_names = {*split.cuts, *split.shared}
-        owner_parameters = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in part_names
-        ]
-        self._part = part = PartSide(session, group, replicas, module, split)
-        self._owner = owner = OwnerSide([parameter for _, parameter in owner_parameters])
+        owner_parameters = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name not in part_names:
+                owner_parameters.append((name, parameter))
+
+        self._part = PartSide(session, group, replicas, module, split)
+        self._owner = OwnerSide([parameter for _, parameter in owner_parameters])
         self.exchange = GradientExchange(owner_parameters, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group, options.wire_dtype)
         self._depth = options.depth
@@ -524,12 +562,12 @@ class Pipeline(Shared):
 
         # Embeddings get their gradients by rows, so batches have no leaves of them.
         embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self.log = VersionLog([*part.parameters.values(), *embeddings], owner.parameters)
+        self.log = VersionLog([*self._part.parameters.values(), *embeddings], self._owner.parameters)
         self._spec: InputSpec | None = None
-        self._edge_kinds: dict[str, str] | None = None
-        """Kinds of per-edge values by name that all ranks agreed on last."""
+        self._edge_formats: dict[str, str] | None = None
+        """Row shape and dtype of the per-edge values by name, on which all ranks agreed last."""
         self._begun: InFlightBatch | None = None
-        """Batch that has begun but was not yet reached by the user's loop."""
+        """Batch that has begun, but that the user's loop has not reached yet."""
         self._pushed: list[InFlightBatch] = []
         """Batches whose gradients of the sums were pushed, and which wait for bM."""
         self._ready: list[InFlightBatch] = []
@@ -541,13 +579,15 @@ class Pipeline(Shared):
         """Weight of this rank's gradient in the step. It is set before each forward call."""
 
     def begin(self, group_batch: GroupBatch | None) -> None:
-        """Prepare for the model's call on a batch. It is None if the blocks come from elsewhere."""
+        """Prepare for the model's call on a batch. The batch is None if the blocks come from elsewhere."""
         self._owner.restore()
         self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
             return
-        for features in self._split.features:
-            self._provenance.add(features.read_source(group_batch.inputs[self._group.part]), features)
+
+        own_input = group_batch.inputs[self._group.part]
+        for origin in self._split.features:
+            self._provenance.add(origin.read_source(own_input), origin)
         batch = self._get_begun(group_batch)
         if batch is not None and batch.values is not None:
             self._owner.place(batch.values)
@@ -570,16 +610,9 @@ class Pipeline(Shared):
                 "other ranks do not know it; use the batches of dglx_dist.DataLoader, and model.whole() to "
                 "compute without the other ranks"
             )
-
         looks_ahead = self._looks_ahead and torch.is_grad_enabled()
         if looks_ahead:
-            # A second call would replace the weights of the first before its backward.
-            if self._last_called() is group_batch:
-                raise ConfigError(
-                    "the model was called twice for one batch, but a batch has one version of the weights "
-                    f"with depth={self._depth}; call it once for each batch, or use depth=1"
-                )
-            self._last_called = weakref.ref(group_batch)
+            self._refuse_second_call(group_batch)
 
         spec = read_input_spec(layer, stage_input, self._provenance)
         own_rows = self._read_own_rows(layer, stage_input)
@@ -600,10 +633,22 @@ class Pipeline(Shared):
         sums = self._wait_timed(batch.sums, f"{WAIT} for the pull", batch.number)
         if not torch.is_grad_enabled():
             return sums
-        batch.weight, self._current = self.weight, batch
+
+        batch.weight = self.weight
+        self._current = batch
+        # The sums have no gradient. The anchor makes autograd call the backward anyway.
         anchor = torch.zeros((), requires_grad=True, device=sums[0].device)
         inputs = (*own_rows.values(), *sums)
         return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch does not annotate this
+
+    def _refuse_second_call(self, group_batch: GroupBatch) -> None:
+        """Raise ConfigError at a second call on a batch. It would replace the weights of the first call."""
+        if self._last_called() is group_batch:
+            raise ConfigError(
+                "the model was called twice for one batch, but a batch has one version of the weights "
+                f"with depth={self._depth}; call it once for each batch, or use depth=1"
+            )
+        self._last_called = weakref.ref(group_batch)
 
     def drain(self) -> None:
         """Finish and step every batch whose backward has begun. Every rank must call it.
@@ -617,7 +662,9 @@ class Pipeline(Shared):
         while self._pushed:
             with self.log.step_known_optimizers():
                 self.exchange.add_delayed()
-                self._add(self._backward_part(self._pushed.pop(0)))
+                batch = self._pushed.pop(0)
+                self._compute_part_gradients(batch)
+                self._add_part_gradients(batch)
 
     def close(self) -> None:
         """Forget all batches, and remove the hooks from the optimizers."""
@@ -641,14 +688,17 @@ class Pipeline(Shared):
 
         for gradient, shares in zip(gradients, batch.shares, strict=True):
             # A mean over no targets is NaN, and NaN times a weight of 0 is NaN.
-            weighted_gradient = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
-            batch.pushes.append(self._activations.push(weighted_gradient, shares, BACKWARD, batch.number))
+            weighted = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
+            batch.pushes.append(self._activations.push(weighted, shares, BACKWARD, batch.number))
 
         self._pushed.append(batch)
         while len(self._pushed) > self._delay:
-            self._ready.append(self._backward_part(self._pushed.pop(0)))
+            due_batch = self._pushed.pop(0)
+            self._compute_part_gradients(due_batch)
+            self._ready.append(due_batch)
 
     def _read_own_rows(self, layer: SplittableConv, stage_input: StageInput) -> dict[str, Tensor]:
+        """Return the rows of the own block that are not cut, by node type."""
         if layer.own_types and self._looks_ahead:
             raise ConfigError(
                 f"the first layer reads rows of {', '.join(layer.own_types)}, which are not features "
@@ -657,24 +707,28 @@ class Pipeline(Shared):
         return {ntype: stage_input.by_type[ntype].x for ntype in layer.own_types}
 
     def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
-        # If one rank had no edge values, the others would wait for them.
-        kinds = {name: f"{list(values.shape[1:])} {values.dtype}" for name, values in sorted(edges.items())}
-        if kinds != self._edge_kinds:
+        """Raise ConfigError if ranks have other edge values. Ranks without values would make others wait."""
+        formats = {name: f"{list(values.shape[1:])} {values.dtype}" for name, values in sorted(edges.items())}
+        if formats != self._edge_formats:
             remedy = "pass the first layer the same arguments on every rank"
-            check_equal(self._session, "the values of edges of the first layer", kinds, remedy)
-            self._edge_kinds = kinds
+            check_equal(self._session, "the values of edges of the first layer", formats, remedy)
+            self._edge_formats = formats
 
     def _get_begun(self, group_batch: GroupBatch) -> InFlightBatch | None:
-        batch = self._begun if torch.is_grad_enabled() else None
-        return batch if batch is not None and batch.inputs is group_batch.inputs else None
+        """Return the state of ``group_batch`` if its fM has run. Calls without gradients begin anew."""
+        if self._begun is None or not torch.is_grad_enabled():
+            return None
+        return self._begun if self._begun.inputs is group_batch.inputs else None
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         """Run fM of the next batch if it has not begun. Its messages travel while this batch computes."""
         following = group_batch.following
         if following is None or self._get_begun(following) is not None:
             return
+
         # A loop that was left may have begun a batch that is not needed any more.
-        self._begun, self._spec = None, spec
+        self._begun = None
+        self._spec = spec
         edges = spec.edges(layer, following.inputs[self._group.part].block)
         self._begun = self._start(layer, following, spec, edges)
 
@@ -691,38 +745,38 @@ class Pipeline(Shared):
         Collective within the group. ``own_edges`` are the edge values of the own block, which are sent to the
         other parts. ``own_rows`` are rows of the own block that are not cut, by node type.
         """
+        inputs = group_batch.inputs
+        is_training = torch.is_grad_enabled()
         with self._record_span("forward M", group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
-                inputs=group_batch.inputs,
+                inputs=inputs,
                 origins=spec.origins,
-                leaves=self._part.make_leaves(copy=self._looks_ahead and torch.is_grad_enabled()),
+                leaves=self._part.make_leaves(copy=self._looks_ahead and is_training),
                 read=dict(self.log.steps),
-                values=self._owner.copy_values() if self._one_version and torch.is_grad_enabled() else None,
+                values=self._owner.copy_values() if self._one_version and is_training else None,
             )
-            batch.own_rows = {
-                ntype: rows.detach().requires_grad_(rows.requires_grad) for ntype, rows in own_rows.items()
-            }
-            by_column = {name: runs for runs in self._split.runs.values() for name in layer.edges_by_column}
-            inputs = group_batch.inputs
-            edges = share_edge_values(own_edges, inputs, by_column, self._group, self._activations)
-            with self._part.place(batch.leaves):
-                batch.sources = [
-                    {ntype: origin.read_source(part_input) for ntype, origin in spec.origins.items()}
-                    for part_input in inputs
-                ]
-                stage_inputs = [
-                    layer.make_input(part_input.block, self._compute_inputs(layer, batch, part), values)
-                    for part, (part_input, values) in enumerate(zip(inputs, edges, strict=True))
-                ]
-                batch.shares = compute_shares(layer, stage_inputs, self._group, self._activations)
+            for ntype, rows in own_rows.items():
+                batch.own_rows[ntype] = rows.detach().requires_grad_(rows.requires_grad)
 
-            batch.pulls = [self._activations.pull(part, FORWARD, batch.number) for part in batch.shares]
+            by_column: dict[str, Runs] = {}
+            for runs in self._split.runs.values():
+                by_column |= dict.fromkeys(layer.edges_by_column, runs)
+            edges = share_edge_values(own_edges, inputs, by_column, self._group, self._activations)
+            stage_inputs = []
+            with self._part.place(batch.leaves):
+                for part, owner in enumerate(inputs):
+                    sources = {ntype: origin.read_source(owner) for ntype, origin in spec.origins.items()}
+                    batch.sources.append(sources)
+                    rows_by_type = self._compute_inputs(batch, part)
+                    stage_inputs.append(layer.make_input(owner.block, rows_by_type, edges[part]))
+                batch.shares = compute_shares(layer, stage_inputs, self._activations)
+
+            pull = self._activations.pull
+            batch.pulls = [pull(shares, FORWARD, batch.number) for shares in batch.shares]
         return batch
 
-    def _compute_inputs(
-        self, layer: SplittableConv, batch: InFlightBatch, part: int
-    ) -> dict[str, StageInput]:
+    def _compute_inputs(self, batch: InFlightBatch, part: int) -> dict[str, StageInput]:
         """Return the inputs of the first layer for the block of one owner, by node type."""
         part_input = batch.inputs[part]
         is_own = part == self._group.part
@@ -733,32 +787,35 @@ class Pipeline(Shared):
             draws = DropDraws(seed=seed, number=part_input.number, nodes=keys, runs=runs)
             return StageInput(block=part_input.block, x=rows, edges={}, draws=draws, is_own=is_own)
 
-        inputs = {
-            ntype: make_input(ntype, origin.compute_rows(batch.sources[part][ntype], part_input), origin.runs)
-            for ntype, origin in batch.origins.items()
-        }
-        for ntype, own_rows in batch.own_rows.items():
-            width = own_rows.shape[1] if is_own else 0
-            rows = own_rows if is_own else own_rows.new_zeros(len(part_input.nodes[ntype]), 0)
+        inputs = {}
+        for ntype, origin in batch.origins.items():
+            rows = origin.compute_rows(batch.sources[part][ntype], part_input)
+            inputs[ntype] = make_input(ntype, rows, origin.runs)
+
+        for ntype, rows in batch.own_rows.items():
+            if not is_own:
+                # Rows that are not cut stay with their owner, so other parts have no columns of them.
+                rows = rows.new_zeros(len(part_input.nodes[ntype]), 0)
+            width = rows.shape[1]
             runs = (ColumnRange(first=0, last=width, width=width),)
             inputs[ntype] = make_input(ntype, rows, runs)
-
         return inputs
 
-    def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
+    def _compute_part_gradients(self, batch: InFlightBatch) -> None:
+        """Run bM of a batch, after the gradients of its sums have arrived."""
         for push in batch.pushes:
             self._wait_timed(push, f"{WAIT} for the push", batch.number)
         with self._record_span("backward M", batch.number):
             self._part.compute(batch)
-        return batch
 
-    def _add(self, batch: InFlightBatch) -> None:
+    def _add_part_gradients(self, batch: InFlightBatch) -> None:
+        """Add the gradients of bM to the parameters, and log the sides of the batch that wait for a step."""
         self._part.add_gradients(batch)
         # If all leaves are frozen, the side is never stepped.
         if batch.source_gradients or any(leaf.requires_grad for leaf in batch.leaves.values()):
-            self.log.waiting.append((batch.number, "M", batch.read["M"]))
+            self.log.waiting.append(WaitingGradient(batch.number, "M", batch.read["M"]))
         if self._one_version:
-            self.log.waiting.append((batch.number, "D", batch.read["D"]))
+            self.log.waiting.append(WaitingGradient(batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
         """Finish a backward, after the gradients of the owner side are summed.
@@ -766,15 +823,17 @@ class Pipeline(Shared):
         Add the gradients of the batches that are ready, and note the sides without a gradient in the next
         step.
         """
-        # Gradients of the part side are added here, because all ranks must sum them after the owner side's.
         self._owner.restore()
         self._buffers.average(weight)
-        waiting: tuple[Side, ...] = ("M", "D") if self._one_version else ("M",)
-        self.log.held_back = waiting if self._pushed and not self._ready else ()
+        self.log.held_back = ()
+        if self._pushed and not self._ready:
+            self.log.held_back = ("M", "D") if self._one_version else ("M",)
+
+        # Gradients of the part side are added here, because all ranks must sum them after the owner side's.
         while self._ready:
-            self._add(self._ready.pop(0))
+            self._add_part_gradients(self._ready.pop(0))
         if self._current is not None and not self._one_version:
-            self.log.waiting.append((self._current.number, "D", self.log.steps["D"]))
+            self.log.waiting.append(WaitingGradient(self._current.number, "D", self.log.steps["D"]))
         self._current = None
 
     def _record_span(self, name: str, number: int) -> AbstractContextManager[None]:
@@ -782,10 +841,11 @@ class Pipeline(Shared):
         return timeline.span(name, COMPUTE, number) if timeline.on else nullcontext()
 
     def _wait_timed(self, wait: Any, name: str, number: int) -> Any:
-        begin = time.perf_counter()
+        """Call ``wait`` in a span of the trace, and count its seconds as waiting. Return its result."""
+        begin_s = time.perf_counter()
         with self._record_span(name, number):
             result = wait()
-        self.exchange.waited_s += time.perf_counter() - begin
+        self.exchange.waited_s += time.perf_counter() - begin_s
         return result
 
 
@@ -794,14 +854,17 @@ class PullBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *inputs: Tensor) -> Any:
-        ctx.pipeline, ctx.batch = pipeline, batch
+        ctx.pipeline = pipeline
+        ctx.batch = batch
+        # The rows of the own block are inputs only because they get gradients.
         sums = inputs[len(batch.own_rows) :]
         return tuple(total.view_as(total) for total in sums)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         # The graph lives as long as the user keeps the loss, but the batch should be freed.
-        batch, ctx.batch = ctx.batch, None
+        batch = ctx.batch
+        ctx.batch = None
         ctx.pipeline.complete(batch, gradients)
         anchor_gradient = gradients[0].new_zeros(())
         return anchor_gradient, None, None, *batch.unweigh_row_gradients(), *[None] * len(gradients)

@@ -126,25 +126,30 @@ class InputProvenance(Shared):
     """
 
     def __init__(self, seed: int) -> None:
-        self.own: PartInput | None = None
-        """The own part of the model's current batch, or None outside of a batch."""
+        self.own_input: PartInput | None = None
+        """This rank's input of the model's current batch, or None outside of a batch."""
         self.dropouts = NodeDropouts(seed, LATER_MODULES)
         """Random numbers of dropouts that are not on the input."""
         self._known: list[tuple[Tensor, Origin]] = []
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch, and begin with ``group_batch``, if there is one."""
-        self.own = None if group_batch is None else group_batch.inputs[part]
         self._known = []
-        if self.own is not None and self.dropouts.in_use:
-            # Rows between layers have no keys if they may belong to several types.
-            nodes = next(iter(self.own.nodes.values())) if len(self.own.nodes) == 1 else None
-            self.dropouts.begin(self.own.number, nodes)
-        elif self.dropouts.in_use:
+        self.own_input = None if group_batch is None else group_batch.inputs[part]
+        if not self.dropouts.in_use:
+            return
+        if self.own_input is None:
             self.dropouts.end()
+            return
+
+        # Rows between layers have no keys if they may belong to several types.
+        nodes = None
+        if len(self.own_input.nodes) == 1:
+            (nodes,) = self.own_input.nodes.values()
+        self.dropouts.begin(self.own_input.number, nodes)
 
     def add(self, rows: Tensor, origin: Origin) -> None:
-        """Record the origin of ``rows`` of the own batch. They are kept until the next batch."""
+        """Record the origin of ``rows`` of the own batch. The rows are kept until the next batch."""
         self._known.append((rows, origin))
 
     def find(self, rows: Tensor, ntype: str = "") -> Origin | None:
@@ -152,13 +157,22 @@ class InputProvenance(Shared):
 
         ``ntype`` is the node type of the rows, if the caller knows it.
         """
-        known = [pair for pair in self._known if ntype in ("", pair[1].ntype)]
+        known = self._known
+        if ntype:
+            known = [(tensor, origin) for tensor, origin in known if origin.ntype == ntype]
         for tensor, origin in known:
             if tensor is rows or is_same_view(tensor, rows):
                 return origin
+
+        # Rows that are trained are never copies of the loader's tensors.
+        if rows.requires_grad:
+            return None
         for tensor, origin in reversed(known):
-            if not rows.requires_grad and _is_copy(tensor, rows, origin):
-                return origin if tensor.dtype == rows.dtype else origin.with_step(Converted(rows.dtype))
+            if not _is_copy(tensor, rows, origin):
+                continue
+            if tensor.dtype == rows.dtype:
+                return origin
+            return origin.with_step(Converted(rows.dtype))
         return None
 
     def shares_memory(self, rows: Tensor) -> bool:
@@ -169,17 +183,23 @@ class InputProvenance(Shared):
 
 def _has_same_ids(ids: Tensor, nodes: Tensor) -> bool:
     # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
-    return is_same_view(ids, nodes) or (ids.shape == nodes.shape and torch.equal(ids.long(), nodes))
+    if is_same_view(ids, nodes):
+        return True
+    return ids.shape == nodes.shape and torch.equal(ids.long(), nodes)
 
 
 def _is_copy(tensor: Tensor, rows: Tensor, origin: Origin) -> bool:
-    can_be_copy = tensor.dtype != rows.dtype or (len(origin.names) > 1 and not origin.steps)
-    return can_be_copy and tensor.shape == rows.shape and torch.equal(tensor.to(rows.dtype), rows)
+    """Return whether ``rows`` are a copy of ``tensor``, in another dtype or concatenated by the model."""
+    is_converted = tensor.dtype != rows.dtype
+    is_concatenation = len(origin.names) > 1 and not origin.steps
+    if not (is_converted or is_concatenation) or tensor.shape != rows.shape:
+        return False
+    return torch.equal(tensor.to(rows.dtype), rows)
 
 
 InputModule: TypeAlias = "ColumnDropout | ColumnEmbedding | ColumnLayerNorm"
-"""Replacement for ``forward`` of a module before the first layer. It works on each column of the own batch by
-itself, and records the origin of the result. ``cut`` maps parameter names to the dimension of the columns."""
+"""Object with a ``forward`` for a module before the first layer, which works on columns of the own batch, and
+records the origin of the result. ``cut`` maps parameter names to the dimension of the columns."""
 
 
 @final
@@ -197,12 +217,14 @@ class ColumnDropout:
         self._dropout = dropout
         self._provenance = provenance
         self._seed = seed
-        self._number, self._edges = number, edges
+        self._number = number
+        self._edges = edges
 
     def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return ``x`` with entries dropped. ``nodes`` are (n,) int64 keys of its rows, if they are known."""
-        dropout, own = self._dropout, self._provenance.own
-        if own is None or not dropout.training or dropout.p == 0:
+        dropout = self._dropout
+        own_input = self._provenance.own_input
+        if own_input is None or not dropout.training or dropout.p == 0:
             return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
         origin = self._provenance.find(x)
         if origin is None:
@@ -217,7 +239,7 @@ class ColumnDropout:
             )
 
         step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)
-        result = step.apply(x, own, origin)
+        result = step.apply(x, own_input, origin)
         self._provenance.add(result, origin.with_step(step))
         return result
 
@@ -235,7 +257,8 @@ class ColumnEmbedding:
         self, embedding: nn.Embedding, provenance: InputProvenance, ntype: str, runs: tuple[ColumnRange, ...]
     ) -> None:
         self.cut = {"weight": 1}
-        self._embedding, self._provenance = embedding, provenance
+        self._embedding = embedding
+        self._provenance = provenance
         self._origin = Origin(ntype=ntype, runs=runs, embedding=self)
 
         for option in ("max_norm", "scale_grad_by_freq"):
@@ -255,8 +278,8 @@ class ColumnEmbedding:
 
         Raises ConfigError if ``x`` are not the input nodes of the batch.
         """
-        own = self._provenance.own
-        nodes = None if own is None else own.nodes[self._origin.ntype]
+        own_input = self._provenance.own_input
+        nodes = None if own_input is None else own_input.nodes[self._origin.ntype]
         if nodes is None or not _has_same_ids(x, nodes):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it only has the rows of a "
@@ -274,18 +297,25 @@ class ColumnEmbedding:
         pairs = [(nodes, gradient) for nodes, gradient in row_gradients if gradient is not None]
         if not pairs:
             return
-        weight, padding = self.weight, self._embedding.padding_idx
-        nodes = torch.cat([nodes for nodes, _ in pairs])
+
+        weight = self.weight
+        nodes = torch.cat([ids for ids, _ in pairs])
         gradients = torch.cat([gradient for _, gradient in pairs]).to(weight).detach()
-        if padding is not None and not self._embedding.sparse:
-            gradients = gradients.masked_fill((nodes == padding).unsqueeze(1), 0)
+        # The row of the padding index is never trained.
+        padding = self._embedding.padding_idx
         if self._embedding.sparse:
+            if padding is not None:
+                is_trained = nodes != padding
+                nodes = nodes[is_trained]
+                gradients = gradients[is_trained]
             # coalesce() reads the number of distinct rows from the device.
-            selection = slice(None) if padding is None else nodes != padding
-            nodes, gradients = nodes[selection], gradients[selection]
-            ids = nodes.unsqueeze(0)
-            total = torch.sparse_coo_tensor(ids, gradients, weight.shape, check_invariants=True).coalesce()
+            indices = nodes.unsqueeze(0)
+            total = torch.sparse_coo_tensor(
+                indices, gradients, weight.shape, check_invariants=True
+            ).coalesce()
         else:
+            if padding is not None:
+                gradients = gradients.masked_fill((nodes == padding).unsqueeze(1), 0)
             total = torch.zeros_like(weight).index_add_(0, nodes, gradients)
 
         weight.grad = total if weight.grad is None else weight.grad + total
@@ -318,9 +348,9 @@ class ColumnLayerNorm:
         Raises ConfigError if ``x`` are not the unchanged features of the batch.
         """
         origin = self._provenance.find(x)
-        own = self._provenance.own
+        own_input = self._provenance.own_input
         width = self._runs[0].width
-        if origin is None or own is None:
+        if origin is None or own_input is None:
             raise ConfigError(
                 f"LayerNorm({width}) was cut by input columns, because it is as wide as the features, but it "
                 f"was given rows of shape {tuple(x.shape)} that are not the features of the batch. If it "
@@ -335,22 +365,25 @@ class ColumnLayerNorm:
             )
 
         with torch.no_grad():
-            rows = self.apply(x, own, origin)
+            rows = self.apply(x, own_input, origin)
         self._provenance.add(rows, origin.with_step(self))
         return rows
 
     def apply(self, rows: Tensor, owner: PartInput, origin: Origin) -> Tensor:
         """Return the normalized features, with the module's current weights."""
-        if self._moments[0].device != rows.device:
-            self._moments = self._moments[0].to(rows.device), self._moments[1].to(rows.device)
-        norm = self._norm
-        ids = owner.nodes[origin.ntype]
         means, variances = self._moments
-        mean = means[ids]
-        scale = (variances[ids] + norm.eps).rsqrt()
-        rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
-        rows = rows if norm.weight is None else rows * norm.weight
-        return rows if norm.bias is None else rows + norm.bias
+        if means.device != rows.device:
+            means = means.to(rows.device)
+            variances = variances.to(rows.device)
+            self._moments = means, variances
+
+        ids = owner.nodes[origin.ntype]
+        mean = means[ids].to(rows).unsqueeze(1)
+        # The scale is computed in float64, and rounded once.
+        scale = (variances[ids] + self._norm.eps).rsqrt().to(rows).unsqueeze(1)
+        rows = (rows - mean) * scale
+        rows = rows if self._norm.weight is None else rows * self._norm.weight
+        return rows if self._norm.bias is None else rows + self._norm.bias
 
 
 @final
@@ -377,42 +410,44 @@ class InputSpec:
 
 
 def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: InputProvenance) -> InputSpec:
-    """Find the origins of ``arguments``.
+    """Return the origins of ``arguments``.
 
-    Raises:
-        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
+    Raises ConfigError if parts cannot compute such rows for other owners, or an edge argument is trained.
     """
     origins = {}
     for ntype, inputs in (arguments.by_type or {"": arguments}).items():
         if ntype in layer.own_types:
             continue
         origin = provenance.find(inputs.x, ntype)
-        if origin is not None:
-            origins[origin.ntype] = origin
-            continue
-        raise ConfigError(
-            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(inputs.x.shape)} "
-            "that are not the loader's unchanged features, so the other ranks cannot compute them from "
-            "their columns. Only torch.nn.LayerNorm and torch.nn.Dropout may come before the first layer, "
-            "and torch.nn.Embedding of the node ids may replace the features; for anything else use "
-            "strategy='data_parallel'"
-        )
+        if origin is None:
+            raise ConfigError(
+                f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(inputs.x.shape)} "
+                "that are not the loader's unchanged features, so the other ranks cannot compute them from "
+                "their columns. Only torch.nn.LayerNorm and torch.nn.Dropout may come before the first "
+                "layer, and torch.nn.Embedding of the node ids may replace the features; for anything else "
+                "use strategy='data_parallel'"
+            )
+        origins[origin.ntype] = origin
 
-    own_edges = layer.own_edges(arguments.block).keys()
+    own_edges = layer.own_edges(arguments.block)
+    keys = {}
     for name, values in arguments.edges.items():
         if values.requires_grad:
             raise ConfigError(
                 f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
                 "use strategy='data_parallel'"
             )
-
-    computed = {name: values for name, values in arguments.edges.items() if name not in own_edges}
-    keys = {name: _find_edge_key(values, arguments.block) for name, values in computed.items()}
+        if name not in own_edges:
+            keys[name] = _find_edge_key(values, arguments.block)
     return InputSpec(origins=origins, keys=keys)
 
 
 def _find_edge_key(values: Tensor, block: DGLBlock) -> str | None:
-    return next((str(key) for key, stored in block.edata.items() if is_same_view(stored, values)), None)
+    """Return the name of the block's edge data that ``values`` are, or None if they are none of it."""
+    for key, stored in block.edata.items():
+        if is_same_view(stored, values):
+            return str(key)
+    return None
 
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -433,13 +468,9 @@ def find_input_modules(
     Norms and embeddings of all nodes are cut if they are as wide as the input. A norm must also be
     registered before the first layer, or no other parameter of the model may be that wide.
 
-    Args:
-        runs: Columns of this part.
-        moments: Returns mean and variance of each node's concatenated features, (V,) float64. It is
-            collective, and called only if there is a norm.
-
-    Raises:
-        ConfigError: a module before the first layer cannot work on columns.
+    ``runs`` are the columns of this part. ``moments`` returns mean and variance of each node's concatenated
+    features, (V,) float64. It is collective, and called only if there is a norm. Raises ConfigError if a
+    module before the first layer cannot work on columns.
     """
     width = runs[0].width
     for name, batch_norm in (*_find_modules(model, nn.BatchNorm1d), *_find_modules(model, BatchNorm)):
@@ -450,16 +481,14 @@ def find_input_modules(
                 "torch.nn.LayerNorm, normalize the features before training, or use strategy='data_parallel'"
             )
 
-    embeddings = {
-        name: embedding
-        for name, embedding in embeddings_of_all_nodes(model, num_nodes)
-        if embedding.embedding_dim == width
-    }
-    norms = {
-        name: norm
-        for name, norm in _find_modules(model, nn.LayerNorm)
-        if tuple(norm.normalized_shape) == (width,) and _is_before(model, norm, first, width)
-    }
+    embeddings = {}
+    for name, embedding in embeddings_of_all_nodes(model, num_nodes):
+        if embedding.embedding_dim == width:
+            embeddings[name] = embedding
+    norms = {}
+    for name, norm in _find_modules(model, nn.LayerNorm):
+        if tuple(norm.normalized_shape) == (width,) and _is_before(model, norm, first, width):
+            norms[name] = norm
     if embeddings and norms:
         raise ConfigError(
             f"{next(iter(norms))!r} normalizes the rows of the trained embedding {next(iter(embeddings))!r}, "
@@ -468,13 +497,12 @@ def find_input_modules(
         )
 
     replacements: dict[nn.Module, InputModule] = {}
-    replacements |= {rows: ColumnEmbedding(rows, provenance, ntype, runs) for rows in embeddings.values()}
+    for embedding in embeddings.values():
+        replacements[embedding] = ColumnEmbedding(embedding, provenance, ntype, runs)
     if norms:
         moments_of_rows = moments()
-        replacements |= {
-            norm: ColumnLayerNorm(norm, provenance, runs, moments_of_rows) for norm in norms.values()
-        }
-
+        for norm in norms.values():
+            replacements[norm] = ColumnLayerNorm(norm, provenance, runs, moments_of_rows)
     return replacements
 
 
@@ -491,10 +519,10 @@ def find_dropouts(
         provenance.dropouts.track(model)
 
 
-def _find_modules(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Module]]:
+def _find_modules(model: nn.Module, module_type: type[_Module]) -> Iterator[tuple[str, _Module]]:
     # Subclasses are left out, because they may compute something else.
     for name, module in model.named_modules():
-        if type(module) is kind:
+        if type(module) is module_type:
             yield name, module
 
 
@@ -513,19 +541,22 @@ def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int
     """
     modules = list(model.modules())
     inner_modules = set(first.modules())
-    if module in inner_modules or modules.index(module) < modules.index(first):
-        return module not in inner_modules
+    if module in inner_modules:
+        return False
+    if modules.index(module) < modules.index(first):
+        return True
+
     norms = (nn.LayerNorm, nn.BatchNorm1d, BatchNorm)
-    return not any(
-        width in parameter.shape
-        for candidate in modules
-        if candidate not in inner_modules and not isinstance(candidate, norms)
-        for parameter in candidate.parameters(recurse=False)
-    )
+    for candidate in modules:
+        if candidate in inner_modules or isinstance(candidate, norms):
+            continue
+        if any(width in parameter.shape for parameter in candidate.parameters(recurse=False)):
+            return False
+    return True
 
 
 Runs: TypeAlias = tuple[tuple[ColumnRange, ...], ...]
-"""(N_f,) columns of each part, in order."""
+"""Columns of each part, in the order of the parts."""
 
 
 @final
@@ -549,7 +580,8 @@ class Cut:
 
 def compute_by(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> None:
     """Replace the method ``name`` of a user's module. Its :func:`uncut_copy` keeps the old one."""
-    module.__dict__.update({name: forward, _OWN_FORWARD: name})
+    vars(module)[name] = forward
+    vars(module)[_OWN_FORWARD] = name
 
 
 def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
@@ -557,16 +589,18 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
 
     Raises ConfigError if the module holds something that cannot be copied.
     """
-    # Modules may hold results with an autograd history, which torch does not copy.
-    memo: dict[int, Any] = {
-        id(value): value.detach().clone()
-        for inner in module.modules()
-        for value in vars(inner).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    # The replaced methods hold the last batch and the moments of all rows, so they are not copied.
-    replaced = [vars(inner)[name] for inner in module.modules() if (name := vars(inner).get(_OWN_FORWARD))]
-    memo |= {id(method): False for method in replaced}
+    # deepcopy() takes the copies of objects from the memo, by their ids.
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        attributes = vars(inner)
+        for value in attributes.values():
+            # Modules may hold results with an autograd history, which torch does not copy.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+        if _OWN_FORWARD in attributes:
+            # The replaced methods hold the last batch and the moments of all rows, so they are not copied.
+            method = attributes[attributes[_OWN_FORWARD]]
+            memo[id(method)] = False
     for name, parameter in uncut.items():
         piece = module.get_parameter(name)
         memo[id(piece)] = nn.Parameter(parameter, piece.requires_grad)
@@ -580,10 +614,10 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
         ) from error
 
     for inner in result.modules():
-        if name := inner.__dict__.pop(_OWN_FORWARD, ""):
-            del inner.__dict__[name]
-        inner.__dict__.pop("run_parts", None)
-
+        attributes = vars(inner)
+        if _OWN_FORWARD in attributes:
+            del attributes[attributes.pop(_OWN_FORWARD)]
+        attributes.pop("run_parts", None)
     return result
 
 
@@ -631,65 +665,68 @@ def split_model(
     Raises ConfigError if no layer takes the input's columns and can be split, or a module before it cannot be
     cut.
     """
-    find = _find_input if schema.is_homogeneous else _find_typed_input
-    columns, (name, layer) = find(model, stores, schema)
-    first = model.get_submodule(name)
+    find_input = _find_input if schema.is_homogeneous else _find_typed_input
+    widths, (first_name, layer) = find_input(model, stores, schema)
+    first = model.get_submodule(first_name)
     provenance = InputProvenance(seed)
-    runs = {ntype: deal_out_concatenated([*widths.values()], group.size) for ntype, widths in columns.items()}
-    own_runs = {ntype: runs_of_parts[group.part] for ntype, runs_of_parts in runs.items()}
-    inputs: dict[nn.Module, InputModule] = {}
-    if schema.is_homogeneous:
-        ((ntype, part_runs),) = own_runs.items()
-        moments = stores[ntype].moments
-        num_nodes = schema.num_nodes[ntype]
-        inputs |= find_input_modules(model, first, provenance, ntype, part_runs, moments, num_nodes=num_nodes)
+    runs = {}
+    own_runs = {}
+    for ntype, width_of_feature in widths.items():
+        runs[ntype] = deal_out_concatenated([*width_of_feature.values()], group.size)
+        own_runs[ntype] = runs[ntype][group.part]
 
-    inputs |= find_dropouts(model, provenance, seed)
+    # Only models of a single type have norms and embeddings before the first layer.
+    only_type = next(iter(widths))
+    modules: dict[nn.Module, InputModule] = {}
+    if schema.is_homogeneous:
+        moments = stores[only_type].moments
+        num_nodes = schema.num_nodes[only_type]
+        modules |= find_input_modules(
+            model, first, provenance, only_type, own_runs[only_type], moments, num_nodes=num_nodes
+        )
+    modules |= find_dropouts(model, provenance, seed)
     # The stages of the first layer apply its own dropout.
-    replaced_modules = inputs.keys() - layer.split_modules()
-    inputs = {module: inputs[module] for module in model.modules() if module in replaced_modules}
-    only_type = next(iter(columns))
-    dimensions = {
-        (first, inner_name): (dimension, layer.cut_types.get(inner_name, only_type))
-        for inner_name, dimension in layer.cut.items()
-    }
+    replaced_modules = modules.keys() - layer.split_modules()
+    inputs = {module: modules[module] for module in model.modules() if module in replaced_modules}
+
+    prefixes = {module: f"{path}." if path else "" for path, module in model.named_modules()}
+    stashed = [prefixes[first] + inner_name for inner_name in (*layer.cut, *layer.shared)]
+    dimensions = {}
+    for inner_name, dimension in layer.cut.items():
+        dimensions[first, inner_name] = dimension, layer.cut_types.get(inner_name, only_type)
     for module, input_module in inputs.items():
         for inner_name, dimension in input_module.cut.items():
             dimensions[module, inner_name] = dimension, only_type
+            if not isinstance(input_module, ColumnEmbedding):
+                stashed.append(prefixes[module] + inner_name)
     cuts = _find_cuts(model, dimensions, runs)
-    prefixes = {module: f"{path}." if path else "" for path, module in model.named_modules()}
-    prefix = prefixes[first]
-    stashed = [prefix + inner_name for inner_name in (*layer.cut, *layer.shared)]
+
+    # All checks are above, so a model that cannot be cut keeps its parameters.
     for module, input_module in inputs.items():
-        stashed += [
-            prefixes[module] + inner_name
-            for inner_name in input_module.cut
-            if not isinstance(input_module, ColumnEmbedding)
-        ]
         forward = input_module.forward
         compute_by(module, forward)
         if isinstance(input_module, ColumnDropout):
             # Set like this, because modules register attributes that are modules.
             vars(module)[DROP_ROWS] = forward
-
     for (module, inner_name), (dimension, ntype) in dimensions.items():
         cut_in_place(module, {inner_name: dimension}, own_runs[ntype])
     if layer is not first:
         compute_by(first, partial(_forward_by_stages, first, layer), layer.replaced)
+
+    features = [origin for ntype in widths for origin in _list_origins(ntype, widths[ntype], own_runs[ntype])]
     return SplitModel(
         layer=layer,
         runs=runs,
-        features=[
-            origin for ntype in columns for origin in _list_origins(ntype, columns[ntype], own_runs[ntype])
-        ],
+        features=features,
         provenance=provenance,
         cuts=cuts,
         stashed=tuple(stashed),
-        shared=tuple(prefix + inner_name for inner_name in layer.shared),
+        shared=tuple(prefixes[first] + inner_name for inner_name in layer.shared),
     )
 
 
 def _list_origins(ntype: str, widths: Mapping[str, int], runs: tuple[ColumnRange, ...]) -> Iterator[Origin]:
+    """Yield the origins of the loader's features of one node type, and of their concatenation."""
     # An embedding has a width without a name.
     names = tuple(name for name in widths if name)
     for name, run in zip(names, runs, strict=bool(names)):
@@ -708,35 +745,35 @@ def _find_cuts(
     ``dimensions`` maps (module, name within it) to the dimension to cut and the node type of its columns.
     Raises ConfigError if a parameter to cut is also used elsewhere in the model.
     """
-    cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], tuple[int, str]]] = {}
-    for (module, inner_name), cut in dimensions.items():
-        owner, _, attribute = inner_name.rpartition(".")
-        cut_parameters.setdefault(
-            module.get_parameter(inner_name), ((module.get_submodule(owner), attribute), cut)
-        )
+    cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], int, str]] = {}
+    for (module, inner_name), (dimension, ntype) in dimensions.items():
+        owner_name, _, attribute = inner_name.rpartition(".")
+        place = module.get_submodule(owner_name), attribute
+        cut_parameters.setdefault(module.get_parameter(inner_name), (place, dimension, ntype))
 
     cuts = {}
-    tied = {}
+    tied_parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, attribute = name.rpartition(".")
-        owner_and_name, (dimension, ntype) = cut_parameters.get(parameter, (None, (0, "")))
-        if owner_and_name == (model.get_submodule(owner), attribute):
+        if parameter not in cut_parameters:
+            continue
+        place, dimension, ntype = cut_parameters[parameter]
+        owner_name, _, attribute = name.rpartition(".")
+        if place == (model.get_submodule(owner_name), attribute):
             cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension, runs=runs[ntype])
-        elif owner_and_name is not None:
-            tied[name] = parameter
+        else:
+            tied_parameters[name] = parameter
 
-    for tied_name, parameter in tied.items():
+    for tied_name, parameter in tied_parameters.items():
         name = next(name for name in cuts if model.get_parameter(name) is parameter)
         raise ConfigError(
             f"{name!r} and {tied_name!r} are the same parameter, but push_pull cuts the first by columns; "
             "use two parameters, or strategy='data_parallel'"
         )
-
     return cuts
 
 
 def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kwargs: Any) -> Any:
-    # It is bound by a partial instead of a closure, so that a copy computes with its own weights.
+    # A partial binds the modules instead of a closure, so that a copy computes with its own weights.
     stages.training = conv.training
     return stages.forward(*args, **kwargs)
 
@@ -750,20 +787,21 @@ def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]
     for name, module in find_convolutions(model):
         try:
             stages = make_stages(module)
-            derived = stages.cut.keys() - dict(stages.named_parameters(remove_duplicate=False)).keys()
-            if derived:
+            parameters = dict(stages.named_parameters(remove_duplicate=False))
+            derived_names = stages.cut.keys() - parameters.keys()
+            if derived_names:
                 raise ConfigError(
-                    f"{min(derived)!r} is computed from other parameters, for example by a weight norm, "
-                    "which needs all columns; remove that, or use strategy='data_parallel'"
+                    f"{min(derived_names)!r} is computed from other parameters, for example by a weight "
+                    "norm, which needs all columns; remove that, or use strategy='data_parallel'"
                 )
         except ConfigError as error:
-            reasons.append(f"{name or 'the model'}: {error}")
+            reasons.append(f"; {name or 'the model'}: {error}")
             continue
         if stages.width == width:
             return name, stages
     raise ConfigError(
         f"push_pull found no layer that takes the {width} columns of the input and can be split"
-        + "".join(f"; {reason}" for reason in reasons)
+        f"{''.join(reasons)}"
     )
 
 
@@ -793,17 +831,18 @@ def find_typed_layer(
 
 
 FoundInput: TypeAlias = tuple[dict[str, dict[str, int]], tuple[str, SplittableConv]]
-"""Widths of the input by node type and feature name, and the name and stages of the layer for them. An
-embedding has a width without a name."""
+"""Widths of the input by node type and feature name, and the name and stages of the layer that takes them.
+An embedding has a width with an empty name."""
 
 
 def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    columns = {ntype: dict(store.widths) for ntype, store in stores.items() if store.names}
-    widths = {ntype: sum(by_name.values()) for ntype, by_name in columns.items()}
-    name, layer = find_typed_layer(model, schema.etypes, widths)
+    """Return the widths of the input, and the first layer, for a model of several types."""
+    widths = {ntype: dict(store.widths) for ntype, store in stores.items() if store.names}
+    total_widths = {ntype: sum(width_of_feature.values()) for ntype, width_of_feature in widths.items()}
+    name, layer = find_typed_layer(model, schema.etypes, total_widths)
     for ntype in dict.fromkeys(layer.cut_types.values()):
         _check_floats(stores[ntype])
-    return columns, (name, layer)
+    return widths, (name, layer)
 
 
 def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
@@ -815,9 +854,10 @@ def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: Typ
     ((ntype, store),) = stores.items()
     num_nodes = schema.num_nodes[ntype]
     inputs = [dict(store.widths)] if store.names else []
-    embedding = next((embedding for _, embedding in embeddings_of_all_nodes(model, num_nodes)), None)
-    if embedding is not None:
-        inputs.append({"": embedding.embedding_dim})
+    embeddings = [embedding for _, embedding in embeddings_of_all_nodes(model, num_nodes)]
+    if embeddings:
+        inputs.append({"": embeddings[0].embedding_dim})
+
     errors = []
     for widths in inputs:
         try:

@@ -101,7 +101,10 @@ class OpenedPushPull(OpenedStrategy):
     def __init__(self, strategy: PushPull, g: DistGraph) -> None:
         super().__init__(strategy, g)
         self._names = self._find_features()
-        self.group = make_group(self.session, self.options.group_size or self._choose_group_size())
+        group_size = self.options.group_size
+        if not group_size:
+            group_size = self._choose_group_size()
+        self.group = make_group(self.session, group_size)
         self._columns = ColumnStores(g, self.group)
         self.pipelines: list[weakref.ref[Pipeline]] = []
         """Pipelines that the loaders drain at the end of an epoch."""
@@ -110,7 +113,8 @@ class OpenedPushPull(OpenedStrategy):
 
     def replicas(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks with the same columns, or None. Every rank must call this."""
-        self._replicas = self._replicas or make_replica_group(self.session, self.group)
+        if self._replicas is None:
+            self._replicas = make_replica_group(self.session, self.group)
         return self._replicas
 
     def _leave_replicas(self) -> None:
@@ -144,10 +148,9 @@ class OpenedPushPull(OpenedStrategy):
     ) -> PushPullLoader:
         """Return a loader like ``inner_class`` with the columns of matrices that ``sampler`` prefetches."""
         stores = self.columns
+        disjoint = loader_options.get("disjoint")
         reduced_sampler, names = run_on_all_ranks(
-            self.session,
-            lambda: split_prefetch(self.g, sampler, self._names, loader_options.get("disjoint")),
-            ConfigError,
+            self.session, lambda: split_prefetch(self.g, sampler, self._names, disjoint), ConfigError
         )
         inner_loader = inner_class(self.g, seeds, reduced_sampler, **loader_options)
         if names != self._names:
@@ -159,28 +162,37 @@ class OpenedPushPull(OpenedStrategy):
         return PushPullModel(model, self, reduction)
 
     def _find_features(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the option ``features`` that each node type has."""
         names = self.options.names
-        data = {ntype: self.g.nodes[ntype].data for ntype in self.g.ntypes}
-        known = dict.fromkeys(name for columns in data.values() for name in columns)
-        missing_names = [name for name in names if name not in known]
+        names_of_type = {ntype: list(self.g.nodes[ntype].data) for ntype in self.g.ntypes}
+        known_names = dict.fromkeys(name for columns in names_of_type.values() for name in columns)
+        missing_names = [name for name in names if name not in known_names]
 
         # If the option has its default, the input may be an embedding.
         if missing_names and names != (FEATURE,):
-            columns = ", ".join(map(repr, known)) or "none"
+            columns = ", ".join(map(repr, known_names)) or "none"
             raise ConfigError(f"option features: the nodes have no {missing_names[0]!r} (known: {columns})")
-        return {ntype: tuple(name for name in names if name in data[ntype]) for ntype in data}
+
+        features = {}
+        for ntype, columns_of_type in names_of_type.items():
+            features[ntype] = tuple(name for name in names if name in columns_of_type)
+        return features
 
     def _choose_group_size(self) -> int:
         """Return the fewest ranks that can hold the features with ``memory`` bytes each (P3, 3.5)."""
-        world_size, nodes = self.session.topology.world_size, self.g.nodes
-        tensors = [nodes[ntype].data[name] for ntype, names in self._names.items() for name in names]
-        if not self.options.memory or not tensors:
+        world_size = self.session.topology.world_size
+        if not self.options.memory or not any(self._names.values()):
             # The size of an embedding is not known before there is a model.
             return world_size
-        num_bytes = sum(int(np.prod(tensor.shape)) * tensor.dtype.itemsize for tensor in tensors)
+
+        num_bytes = 0
+        for ntype, names in self._names.items():
+            for name in names:
+                tensor = self.g.nodes[ntype].data[name]
+                num_bytes += int(np.prod(tensor.shape)) * tensor.dtype.itemsize
         memory_bytes = read_size(self.options.memory)
         for size in range(1, world_size + 1):
-            if world_size % size == 0 and -(-num_bytes // size) <= memory_bytes:
+            if world_size % size == 0 and num_bytes <= size * memory_bytes:
                 return size
         raise ConfigError(
             f"the features take {num_bytes} bytes, and {world_size} ranks of {memory_bytes} bytes (option "
@@ -207,13 +219,15 @@ class PushPullModel(WrappedModel):
         self._opened = opened
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
+
         self._session = session
         self._reduction = reduction
         self._group = group
 
-        # This comes before the cut, so that the user's model stays uncut if another rank fails.
+        # The process group comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
-        schema = TypeSchema({ntype: opened.g.num_nodes(ntype) for ntype in stores}, opened.g.canonical_etypes)
+        num_nodes = {ntype: opened.g.num_nodes(ntype) for ntype in stores}
+        schema = TypeSchema(num_nodes, opened.g.canonical_etypes)
         split = split_model(model, stores, group, schema, seed=session.seed)
         self.module = model
         self._cuts = split.cuts
@@ -227,15 +241,16 @@ class PushPullModel(WrappedModel):
         split.layer.run_parts = self._pipeline
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
         self._provenance = split.provenance
-        self._first = type(split.layer).__name__
-        modules = set(split.layer.modules())
-        cut = {model.get_parameter(name) for name in split.cuts}
-        self._uncut_inputs = {
-            id(submodule): name
-            for name, submodule in model.named_modules()
-            if submodule not in modules and (owned := set(submodule.parameters())) and owned.isdisjoint(cut)
-        }
-        """Names of modules with weights that are not split. They must not be called on a part's columns."""
+        self._first_layer = type(split.layer).__name__
+        self._uncut_modules: dict[int, str] = {}
+        """Names of modules with weights that are not split, by id. They must not get a part's columns."""
+        cut_parameters = {model.get_parameter(name) for name in split.cuts}
+        split_modules = set(split.layer.modules())
+        for name, submodule in model.named_modules():
+            parameters = set(submodule.parameters())
+            is_uncut = bool(parameters) and parameters.isdisjoint(cut_parameters)
+            if is_uncut and submodule not in split_modules:
+                self._uncut_modules[id(submodule)] = name
 
     @property
     def parts(self) -> Parts:
@@ -274,11 +289,13 @@ class PushPullModel(WrappedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module on blocks of the strategy's loader. Other blocks raise ConfigError."""
-        arguments = flatten_arguments((*args, *kwargs.values()))
-        batches = (getattr(argument, "push_pull", None) for argument in arguments)
-        self._pipeline.begin(next((batch for batch in batches if isinstance(batch, GroupBatch)), None))
+        arguments = (*args, *kwargs.values())
+        flat_arguments = flatten_arguments(arguments)
+        values = [getattr(argument, "push_pull", None) for argument in flat_arguments]
+        group_batches = [value for value in values if isinstance(value, GroupBatch)]
+        self._pipeline.begin(group_batches[0] if group_batches else None)
         if self._provenance.dropouts.in_use:
-            self._provenance.dropouts.set_row_counts((*args, *kwargs.values()))
+            self._provenance.dropouts.set_row_counts(arguments)
 
         if not torch.is_grad_enabled():
             output = self._compute(args, kwargs)
@@ -286,13 +303,13 @@ class PushPullModel(WrappedModel):
             return output
 
         check_frozen(self.module, self._trained)
-        share = find_share((*args, *kwargs.values()), self._session)
-        weight = gradient_weight(share, self._reduction)
-        self._pipeline.weight = self._statistics.weight = weight
+        weight = gradient_weight(find_share(arguments, self._session), self._reduction)
+        self._pipeline.weight = weight
+        self._statistics.weight = weight
         return self._pipeline.exchange.mark(self._compute(args, kwargs), weight)
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._group.size == 1 or self._provenance.own is None:
+        if self._group.size == 1 or self._provenance.own_input is None:
             return self.module(*args, **kwargs)
         # The hook is registered only during the call, so that the user's modules stay unchanged.
         handle = register_module_forward_pre_hook(self._check_input)
@@ -303,27 +320,31 @@ class PushPullModel(WrappedModel):
 
     def _check_input(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Raise ConfigError if an uncut module with weights is called on this part's columns of the input."""
-        name = self._uncut_inputs.get(id(module))
+        name = self._uncut_modules.get(id(module))
         if name is None:
             return
+
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        columns = next((tensor for tensor in tensors if self._provenance.shares_memory(tensor)), None)
-        if columns is None and isinstance(module, nn.Linear) and tensors:
+        columns = [tensor for tensor in tensors if self._provenance.shares_memory(tensor)]
+        if not columns and tensors and isinstance(module, nn.Linear):
             # The columns may be concatenated to other values, as in torch.cat([h, x], 1).
-            columns = None if tensors[0].shape[-1] == module.in_features else tensors[0]
-        if columns is not None:
+            columns = [] if tensors[0].shape[-1] == module.in_features else tensors[:1]
+        if columns:
             raise ConfigError(
-                f"{name!r} ({type(module).__name__}) was given {columns.shape[-1]} columns, but this rank "
-                f"has only its share of the input's columns, and only the first layer ({self._first}) is "
-                "split. No other module with weights may use the input (no skip connection around the "
+                f"{name!r} ({type(module).__name__}) was given {columns[0].shape[-1]} columns, but this rank "
+                f"has only its share of the input's columns, and only the first layer ({self._first_layer}) "
+                "is split. No other module with weights may use the input (no skip connection around the "
                 "first layer, no second layer on the same rows); change the model, or use "
                 "strategy='data_parallel'"
             )
 
     def whole(self) -> nn.Module:
         self.drain()
-        pieces = {name: self.module.get_parameter(name).detach() for name in self._cuts}
-        return uncut_copy(self.module, {name: self.join_state(name, piece) for name, piece in pieces.items()})
+        uncut = {}
+        for name in self._cuts:
+            piece = self.module.get_parameter(name).detach()
+            uncut[name] = self.join_state(name, piece)
+        return uncut_copy(self.module, uncut)
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
         cut = self._cuts.get(name)
@@ -335,8 +356,9 @@ class PushPullModel(WrappedModel):
         is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
         if not gather_int64([is_piece], self._session).all():
             return piece
-        like = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
-        return join_parts(self._exchange.push(piece, like, PHASE)(), cut.runs, cut.dimension)
+        templates = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
+        pieces = self._exchange.push(piece, templates, PHASE)()
+        return join_parts(pieces, cut.runs, cut.dimension)
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
         cut = self._cuts.get(name)
@@ -351,10 +373,15 @@ class PushPullModel(WrappedModel):
         """
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
-        mark_pieces(map(self.module.get_parameter, self._cuts), self._session, self._group.size)
+        cut_parameters = [self.module.get_parameter(name) for name in self._cuts]
+        mark_pieces(cut_parameters, self._session, self._group.size)
+
         # torch's function cannot combine norms of sparse gradients with those of pieces.
-        norms = [p.grad.norm(norm_type) for p in self.module.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
+        gradients = [parameter.grad for parameter in self.module.parameters()]
+        norms = [gradient.norm(norm_type) for gradient in gradients if gradient is not None]
+        if not norms:
+            norms = [torch.zeros(())]
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
