@@ -53,6 +53,7 @@ def _suggest_training(config: PlanConfig, candidate: Candidate) -> str:
     Options of the model that were not given to ``dglx plan`` have equal defaults in ``dglx train``.
     """
     names = [field.name for field, _ in list_options(ModelConfig) if field.name in config.given]
+    names += ["seed"] * ("seed" in config.given)
     if candidate.unit == "full_graph":
         names = [name for name in names if name not in _BATCH_OPTIONS]
     ranks = config.servers * config.per_server

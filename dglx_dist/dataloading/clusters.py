@@ -58,24 +58,27 @@ class ClusterGCNSampler(Sampler):
         prefetch_edata: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        options = PartitionOptions()
-        name = PARTITIONERS.resolve(method or default_partitioner(options))
-        check_equal(g.session, "the clusters", f"k={k}, {train_mask=}, method={name}, {seed=}")
-        self.prefetch_ndata = read_column_names(prefetch_ndata, "prefetch_ndata")
-        self.prefetch_edata = read_column_names(prefetch_edata, "prefetch_edata")
 
         def cut() -> tuple[Array, Array, Array]:
-            partitioner = PARTITIONERS.get(name)(options)
-            return _cut_parts(g, check_integer("k", k, least=1), train_mask, partitioner, seed)
+            self.prefetch_ndata = read_column_names(prefetch_ndata, "prefetch_ndata")
+            self.prefetch_edata = read_column_names(prefetch_edata, "prefetch_edata")
+            options = PartitionOptions()
+            partitioner = PARTITIONERS.get(method or default_partitioner(options))(options)
+            num_clusters = check_integer("k", k, least=1)
+            return _cut_parts(g, num_clusters, train_mask, partitioner, check_integer("seed", seed, least=0))
 
-        own_clusters, own_targets, owners = run_on_all_ranks(g.session, cut, ConfigError)
+        own_clusters, own_targets, servers = run_on_all_ranks(g.session, cut, ConfigError)
+        check_equal(g.session, "the clusters", f"k={k}, {train_mask=}, {method=}, {seed=}")
+        self.folder = g.dataset.folder
+        """Folder of the dataset."""
+
         # Every part is cut by one rank, and the other ranks have zeros there.
         clusters = np.zeros(g.num_nodes(), np.int32)
         for part_clusters in gather_arrays(own_clusters, g.session):
             clusters[part_clusters[:, 0]] = part_clusters[:, 1]
         self.num_targets = gather_int64(own_targets, g.session).sum(axis=0)
         """(k,) int64 number of targets of each cluster."""
-        self._server_of_cluster = owners
+        self._server_of_cluster = servers
         self._topology = g.session.topology
 
         # The nodes of cluster c are nodes[starts[c]:starts[c + 1]], in ascending order.
@@ -140,11 +143,21 @@ def _cut_parts(
         nodes = np.arange(first, end)
         pieces.append(np.stack([nodes, clusters], axis=1))
         if train_mask is not None:
-            is_target = view_as_numpy(g.ndata[train_mask][torch.from_numpy(nodes)]).astype(bool)
-            clusters = clusters[is_target]
+            clusters = clusters[_read_mask(g, train_mask, nodes)]
         targets += np.bincount(clusters, minlength=k)
 
     return np.concatenate(pieces), targets, servers
+
+
+def _read_mask(g: DistGraph, name: str, nodes: Array) -> Array:
+    """Return the (n,) bool values of a mask at ``nodes``. Raise ConfigError if the column is no mask."""
+    values = view_as_numpy(g.ndata[name][torch.from_numpy(nodes)])
+    if values.ndim != 1 or not np.isin(values, [0, 1]).all():
+        raise ConfigError(
+            f"train_mask={name!r} has the dtype {values.dtype} and rows of shape {values.shape[1:]}, but a mask "
+            "has one value per node, True or False. Name another column."
+        )
+    return values.astype(bool)
 
 
 def _share_clusters(k: int, part_sizes: Array) -> Array:

@@ -94,7 +94,9 @@ _REMEDIES: Mapping[str, str] = {
         "Use dx.ClusterGCNSampler(g, k) with strategy='data_parallel', or strategy='cooperative', which "
         "trains on groups of nodes and drops no edge."
     ),
-    "ShaDowKHopSampler": "Use it in a loader of nodes with strategy='data_parallel', or use NeighborSampler.",
+    "ShaDowKHopSampler": (
+        "Use it in a loader of nodes with strategy='data_parallel', or use dgl.dataloading.NeighborSampler."
+    ),
     **dict.fromkeys(("SAINTSampler", "CappedNeighborSampler"), _NEIGHBORS),
     # The following names belong to GraphBolt.
     **dict.fromkeys(("SubgraphSampler", "NeighborSamplerImpl", "LayerNeighborSampler"), _NEIGHBORS),

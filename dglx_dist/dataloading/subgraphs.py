@@ -25,6 +25,7 @@ from dglx_dist.dataloading.loader import (
     read_excluded_edges,
 )
 from dglx_dist.dataloading.minibatch import (
+    NOTHING_EXCLUDED,
     Excluded,
     MiniBatch,
     NodeMaker,
@@ -48,7 +49,7 @@ from dglx_dist.dataloading.step_loader import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.records import StepShare
+from dglx_dist.records import IS_BATCH, StepShare
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -77,7 +78,7 @@ class _SubgraphMaker(NodeMaker):
         # The kernels number the given nodes first. So an edge is in the subgraph if its source has a small
         # number.
         neighborhood = MiniBatch(seeds=batch.sources)
-        self._in_edges.sample_blocks(neighborhood, epoch, self._exclude, step=step)
+        self._in_edges.sample_blocks(neighborhood, epoch, NOTHING_EXCLUDED, step=step)
         assert neighborhood.raw is not None
         batch.blocks = [self._build_graph(neighborhood.raw, batch.sources)]
         batch.input_nodes = seeds_to_node_ids(batch.sources, self._g.ntypes)
@@ -96,6 +97,8 @@ class _SubgraphMaker(NodeMaker):
             destinations = np.repeat(np.arange(num_destinations), np.diff(indptr))
             sources = raw.sources[first:last]
             is_inside = sources < counts[etype[0]]
+            if etype in self._exclude:
+                is_inside &= ~np.isin(raw.edge_ids[first:last], self._exclude[etype])
             edges[etype] = torch.from_numpy(sources[is_inside]), torch.from_numpy(destinations[is_inside])
             edge_ids[etype] = torch.from_numpy(raw.edge_ids[first:last][is_inside])
             first_offset += num_destinations + 1
@@ -107,6 +110,7 @@ class _SubgraphMaker(NodeMaker):
             )
         for etype, ids in edge_ids.items():
             graph.edges[etype].data[dgl.EID] = ids
+        setattr(graph, IS_BATCH, True)
         return graph
 
     def fetch(self, batch: MiniBatch) -> None:
@@ -219,6 +223,7 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
                     f"disjoint= and seed_time= are for samplers of neighbors. Leave them out with "
                     f"{type(sampler).__name__}."
                 )
+            _check_sampler(sampler, g)
             plan = _read_plan(sampler)
             counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
             item = "node"
@@ -242,6 +247,21 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
             neighborhoods = open_maker(g, sampler, draws, loader_options, random_seed)
             maker = _ShaDowMaker(g, columns, exclude, neighborhoods)
         super().__init__(g.session, items, loader_options, maker)
+
+
+def _check_sampler(sampler: SubgraphSampler, g: DistGraph) -> None:
+    """Raise ConfigError if clusters belong to another graph, or a subclass overrides how nodes are sampled."""
+    if isinstance(sampler, ClusterGCNSampler):
+        if sampler.folder != g.dataset.folder:
+            raise ConfigError(
+                f"the clusters belong to the graph {sampler.folder}, but the loader has {g.dataset.folder}. "
+                "Make the sampler from the loader's graph."
+            )
+    elif type(sampler).sample is not ShaDowKHopSampler.sample:
+        raise ConfigError(
+            f"{type(sampler).__qualname__} overrides sample(), and its own code works on graphs of one "
+            "process only. Pass ShaDowKHopSampler itself."
+        )
 
 
 def _read_plan(sampler: SubgraphSampler) -> SamplePlan:

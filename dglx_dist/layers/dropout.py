@@ -28,7 +28,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward, tree_leaves
 from dglx_dist.keyed_random import item_key, stream_key
 from dglx_dist.layers.masks import ColumnRange, count_dropped, draw_bits, draw_kept_entries, draw_on_device
-from dglx_dist.records import ROW_ID, Array
+from dglx_dist.records import IS_BATCH, ROW_ID, Array
 
 
 def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
@@ -193,8 +193,11 @@ class RankGraph:
 
 
 def has_rows(graph: Any) -> bool:
-    """Return whether layers pass messages along ``graph``: it is a block, or has all nodes of a rank."""
-    return bool(graph.is_block) or isinstance(graph, RankGraph)
+    """Return whether layers pass messages along ``graph``.
+
+    It does not have to be a block. It may have all nodes of a rank, or be the subgraph of a batch.
+    """
+    return bool(graph.is_block) or isinstance(graph, RankGraph) or bool(getattr(graph, IS_BATCH, False))
 
 
 def find_pass_ids(graph: Any) -> Tensor | None:

@@ -12,14 +12,16 @@ import dgl
 import torch
 from torch import Tensor, nn
 
+from dglx_dist.comm.collectives import check_equal
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.subgraphs import SubgraphLoader, SubgraphSampler
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, find_pass_ids, has_rows, install_node_dropouts
-from dglx_dist.layers.nn import install_batch_norms
+from dglx_dist.layers.nn import BatchNorm, install_batch_norms
 from dglx_dist.options import at_least, check_ranges, option, read_options
-from dglx_dist.records import StepShare
+from dglx_dist.records import IS_BATCH, StepShare
 from dglx_dist.strategies.base import (
     OpenedStrategy,
     Reduction,
@@ -55,7 +57,10 @@ class OpenedDataParallel(OpenedStrategy):
     def make_loader(
         self, indices: Tensor, sampler: Any, **loader_options: Any
     ) -> DataLoader | SubgraphLoader:
-        kind = SubgraphLoader if isinstance(sampler, SubgraphSampler) else DataLoader
+        is_subgraph = isinstance(sampler, SubgraphSampler)
+        # The loaders communicate differently, so no rank may open another one.
+        check_equal(self.session, "the kind of sampler", type(sampler).__name__ if is_subgraph else "blocks")
+        kind = SubgraphLoader if is_subgraph else DataLoader
         return kind(self.g, indices, sampler, **loader_options)
 
     def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> DistEdgeDataLoader:
@@ -129,9 +134,26 @@ class DataParallelModel(ReplicatedModel):
         begin_dropouts(self._dropouts, share, flatten_arguments((*args, *kwargs.values())))
         if share is not None:
             self._statistics.weight = gradient_weight(share, self._reduction)
+            self._check_batch_norm(share, args)
         output = self.module(*args, **kwargs)
         check_frozen(self.module, self._trained)
         return self._exchange.mark(output, gradient_weight(share, self._reduction))
+
+    def _check_batch_norm(self, share: StepShare, args: tuple[Any, ...]) -> None:
+        """Raise ConfigError if this rank has nodes but no targets, and statistics over all ranks.
+
+        The gradient of this rank is dropped, but other ranks need its part through the statistics.
+        """
+        has_nodes = any(getattr(graph, IS_BATCH, False) and graph.num_nodes() for graph in args)
+        if (
+            share.num_local == 0
+            and has_nodes
+            and any(isinstance(m, BatchNorm) for m in self.module.modules())
+        ):
+            raise ConfigError(
+                "this rank's clusters have no node of train_mask in this step, but dx.nn.BatchNorm needs the "
+                "gradients of its nodes. Use more clusters per batch, or LayerNorm."
+            )
 
 
 def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:

@@ -69,6 +69,7 @@ WORK = {
         *(
             (kind, "dgl.dataloading.NeighborSampler|strategy='cooperative'")
             for kind in dl.Sampler.__subclasses__()
+            if kind.__module__.startswith("dgl.")
         ),
         (dl.DataLoader, "dx.DataLoader"),
         # GraphBolt need not be installed: its class, and one that derives from it.
