@@ -721,7 +721,7 @@ class GraphServer:
     def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:
         """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
         graph = self.part.graph
-        out_indptr, out_targets, out_edges = graph.out_indptr, graph.out_targets, graph.out_edges
+        out_indptr, out_edges = graph.out_indptr, graph.out_edges
         for (published_slot, index, _), gradients in self._published.items():
             if published_slot != slot:
                 continue
@@ -732,10 +732,11 @@ class GraphServer:
                 pull_back(out_indptr, out_edges, out_edges, None, gradients, nodes, out)
             elif step.how == "sum":
                 factors = None if step.edges is None else self._rows[step.edges]
-                pull_back(out_indptr, out_targets, out_edges, factors, gradients, nodes, out)
+                pull_back(out_indptr, graph.out_targets, out_edges, factors, gradients, nodes, out)
             else:
                 best_edges = self._best_edges[index]
-                pull_back_extreme(out_indptr, out_targets, out_edges, best_edges, gradients, nodes, out)
+                targets = graph.out_targets
+                pull_back_extreme(out_indptr, targets, out_edges, best_edges, gradients, nodes, out)
 
     def _list_trained_slots(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained_slots]
