@@ -78,14 +78,14 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
     state: dict[str, Array] = {}
     begin = 0
     try:
-        table, value_bytes = packed
-        for path, dtype, shape in json.loads(table.tobytes()):
+        table_bytes, value_bytes = (array.tobytes() for array in packed)
+        for path, dtype, shape in json.loads(table_bytes):
             name, _, _ = path.rpartition("/")
             # A state has one number or one value for each element of its weight.
             fits = name in plan.shapes and tuple(shape) in ((), plan.shapes[name])
             if not fits or dtype not in DTYPES:
                 raise ValueError(f"{path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here")
-            values = np.frombuffer(value_bytes.tobytes(), dtype, math.prod(shape), begin)
+            values = np.frombuffer(value_bytes, dtype, math.prod(shape), begin)
             state[path] = values.reshape(shape).copy()
             begin += values.nbytes
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
