@@ -50,7 +50,7 @@ class LambdaOptions:
     interface: str = field(default="", repr=False)
     """Network interface on which a run of one rank answers workers, or "" for loopback only.
 
-    With several ranks, workers use the address at which ranks reach each other."""
+    With several ranks, workers use the addresses of the ranks among each other."""
     executor_options: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class LambdaOptions:
 
     @cached_property
     def price_table(self) -> PriceTable:
-        # Read once, so that the bill at the end of a long run does not need the user's file.
+        # The table is read once, so that the bill at the end of a long run does not need the user's file.
         return prices(self.prices)
 
     @property
@@ -74,13 +74,20 @@ class LambdaOptions:
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
-    """Read all options: those of the strategy, and the executor's own."""
+    """Read the options of the strategy and those of its executor. Raises ConfigError if one is invalid."""
     names = [declared.name for declared in fields(LambdaOptions) if declared.name != "executor_options"]
-    own_options = {name: value for name, value in options.items() if name in names}
-    executor_options = {name: value for name, value in options.items() if name not in names}
-    parsed = read_options("strategy 'lambda'", LambdaOptions, own_options, names)
+    strategy_options = {}
+    executor_options = {}
+    for name, value in options.items():
+        if name in names:
+            strategy_options[name] = value
+        else:
+            executor_options[name] = value
+
+    parsed = read_options("strategy 'lambda'", LambdaOptions, strategy_options, names)
     parsed = replace(parsed, executor_options=executor_options)
+    # An unknown server type raises here, and not when the bill is written.
     parsed.price_table.server(parsed.server)
-    known = EXECUTORS.get(parsed.executor).option_names
-    check_names(f"strategy 'lambda' with executor={parsed.executor!r}", executor_options, [*names, *known])
+    known_names = [*names, *EXECUTORS.get(parsed.executor).option_names]
+    check_names(f"strategy 'lambda' with executor={parsed.executor!r}", executor_options, known_names)
     return parsed

@@ -173,9 +173,8 @@ class TensorProgram:
             keys: Keys of the rows, or None to run without dropout.
         """
         num_rows = len(inputs[0]) if inputs else 0
-        shaped_inputs = [
-            rows.reshape(num_rows, *shape) for rows, shape in zip(inputs, self.inputs, strict=True)
-        ]
+        shapes = zip(inputs, self.inputs, strict=True)
+        shaped_inputs = [rows.reshape(num_rows, *shape) for rows, shape in shapes]
         values = dict(enumerate([*shaped_inputs, *weights, *self._constants]))
         for call in self._calls:
             arguments = [read(values, num_rows) for read in call.arguments]
