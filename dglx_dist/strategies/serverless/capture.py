@@ -380,8 +380,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def refuse(self, description: str, remedy: str = "") -> NoReturn:
         remedies = f"{remedy}, {OTHER_STRATEGY}" if remedy else OTHER_STRATEGY
         raise ConfigError(
-            f"{self._module} uses {description}, but strategy 'lambda' computes rows of nodes and edges in "
-            f"separate tasks; {remedies}"
+            f"{self._module} uses {description}, but strategy 'lambda' computes rows of nodes "
+            f"and edges in separate tasks; {remedies}"
         )
 
     def _to_edges(self, rows: Tensor, end: str) -> Tensor:
@@ -504,9 +504,9 @@ class ModelCall:
                 raise
             except MODEL_ERRORS as error:
                 raise ConfigError(
-                    f"the model could not be called as model(blocks, x) with {self.num_blocks} blocks and x "
-                    f"of {self.features} columns: {type(error).__name__}: {error}; make it support this "
-                    f"call, {OTHER_STRATEGY}"
+                    f"the model could not be called as model(blocks, x) with {self.num_blocks} "
+                    f"blocks and x of {self.features} columns: {type(error).__name__}: {error}; "
+                    f"make it support this call, {OTHER_STRATEGY}"
                 ) from error
 
         if not isinstance(result, Tensor) or recording.value_of(result).per != "node":

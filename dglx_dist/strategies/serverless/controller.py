@@ -365,8 +365,8 @@ class Controller:
         num_attempts = len(pending.sent_at)
         if num_attempts > self._retries:
             raise PeerError(
-                f"no worker did task {key} in {num_attempts} attempts; the last: {reason}. Check the "
-                "workers' output, or allow more attempts with the option retries"
+                f"no worker did task {key} in {num_attempts} attempts; the last: {reason}. "
+                "Check the workers' output, or allow more attempts with the option retries"
             )
 
         del self._running[key]

@@ -250,8 +250,8 @@ class Cutter:
         if dtype not in (torch.int64, self._first.inputs[FEATURES].tensor.dtype):
             module = value.maker.module if value.maker else "the model"
             raise ConfigError(
-                f"{module} passes rows of {dtype} over edges; convert them to the dtype of the weights, "
-                f"{OTHER_STRATEGY}"
+                f"{module} passes rows of {dtype} over edges; convert them to the dtype of "
+                f"the weights, {OTHER_STRATEGY}"
             )
         name = value.name or self._make_name("h" if value.per == "node" else "m")
         shape = tuple(value.tensor.shape[1:])
@@ -495,9 +495,9 @@ class _BodyWriter:
         fits = tensor.numel() <= MAX_CONSTANT and tensor.dtype in _NAMES_OF_DTYPES
         if not (is_equal and is_finite and fits):
             raise ConfigError(
-                f"the model reads a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that is neither "
-                "features, data of edges nor a parameter, or is not finite; make it a parameter without "
-                f"gradient, {OTHER_STRATEGY}"
+                f"the model reads a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
+                "that is neither features, data of edges nor a parameter, or is not finite; "
+                f"make it a parameter without gradient, {OTHER_STRATEGY}"
             )
 
         numbers = tuple(map(float, tensor.detach().flatten().tolist()))
@@ -616,9 +616,9 @@ def _record_loss(recording: Recording, loss: Loss, scores: Tensor, labels: Tenso
 
     if not torch.allclose(row_losses.mean(), mean, rtol=1e-4, atol=1e-6):
         raise ConfigError(
-            f"the loss of {len(scores)} rows is {float(mean):.6g}, but the mean over single rows "
-            f"is {float(row_losses.mean()):.6g}. Strategy 'lambda' needs a mean over rows: divide a weighted "
-            "loss by the number of rows"
+            f"the loss of {len(scores)} rows is {float(mean):.6g}, but the mean over single "
+            f"rows is {float(row_losses.mean()):.6g}. Strategy 'lambda' needs a mean over "
+            "rows: divide a weighted loss by the number of rows"
         )
     return recording.value_of(row_losses)
 
@@ -630,8 +630,8 @@ def pair_values(first: Recording, second: Recording) -> dict[Value, Value]:
     """
     if [(node.kind, node.name) for node in first.nodes] != [(node.kind, node.name) for node in second.nodes]:
         raise ConfigError(
-            "the model runs other operations on a graph of another size; remove the condition, "
-            f"{OTHER_STRATEGY}"
+            "the model runs other operations on a graph of another size; remove the "
+            f"condition, {OTHER_STRATEGY}"
         )
 
     twin_values: dict[Value, Value] = {}
@@ -646,8 +646,8 @@ def _check_parameters(model: nn.Module) -> None:
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
         raise ConfigError(
-            f"the model's parameters are {names}; strategy 'lambda' trains float32 or float64, all of one "
-            "dtype: call model.float()"
+            f"the model's parameters are {names}; strategy 'lambda' trains float32 or "
+            "float64, all of one dtype: call model.float()"
         )
 
     device = next(model.parameters()).device

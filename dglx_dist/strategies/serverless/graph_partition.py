@@ -96,8 +96,8 @@ class ServerGraph:
             is_valid = first <= ids[0] and ids[-1] < end
         if not is_valid:
             raise ConfigError(
-                f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
-                f"{end - 1}; check that both have the same partition"
+                f"graph server {asker} asked {self.rank} for rows that are not among its "
+                f"nodes {first} to {end - 1}; check that both have the same partition"
             )
 
         return (ids - first).astype(np.int32)
@@ -382,8 +382,7 @@ def check_columns(g: DistGraph, objective: Objective, program: Program) -> None:
 def read_labels(g: DistGraph, own: Array, name: str, targets: Array, program: Program) -> Array:
     """Return the labels of the ``own`` nodes. See :class:`Part`.
 
-    Raises:
-        ConfigError: the label of a training node is no class of the model, or not finite.
+    Raises ConfigError if the label of a training node is no class of the model, or not finite.
     """
     labels = g.ndata[name][torch.from_numpy(own)].numpy()
     # The check comes before the conversion to int32, in which a label of 2**32 would become class 0.
@@ -399,8 +398,8 @@ def read_labels(g: DistGraph, own: Array, name: str, targets: Array, program: Pr
     if is_wrong.any():
         node = int(is_wrong.argmax())  # the first wrong node
         raise ConfigError(
-            f"training node {int(own[node])} has the label {labels[node]}, but {expected}; remove "
-            "nodes without a label from the training nodes, or build the model with more classes"
+            f"training node {int(own[node])} has the label {labels[node]}, but {expected}; "
+            "remove nodes without a label from the training nodes, or build the model with more classes"
         )
 
     if program.label.dtype:

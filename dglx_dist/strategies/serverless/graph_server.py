@@ -517,8 +517,8 @@ class GraphServer:
             is_valid = 0 <= positions.min() <= positions.max() < num_nodes
         if not is_valid:
             raise ConfigError(
-                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
-                f"below {num_nodes}; run the same version everywhere"
+                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} "
+                f"with positions below {num_nodes}; run the same version everywhere"
             )
 
     def statistics(self, epoch: int) -> tuple[float, int]:

@@ -20,11 +20,7 @@ DEFAULT_SERVER = "c5.2xlarge"
 @final
 @dataclass(frozen=True, kw_only=True)
 class LambdaOptions:
-    """The user's options.
-
-    Raises:
-        ConfigError: a value is out of range, or conflicts with another one.
-    """
+    """The user's options. Raises ConfigError if a value is out of range, or conflicts with another one."""
 
     mode: Mode = option("pipe", "no_pipe: one phase at a time; pipe: exact; async: no barriers.")
     staleness: int = option(0, "S of async: lead over the slowest interval.", check=between(0, 1000))
@@ -58,8 +54,8 @@ class LambdaOptions:
         for name, value in (("staleness", self.staleness), ("switch_at", self.switch_at)):
             if value and self.mode != "async":
                 raise ConfigError(
-                    f"option {name}={value} has no meaning with mode={self.mode!r}, which has a barrier at "
-                    "every Scatter; add mode='async', or leave it out"
+                    f"option {name}={value} has no meaning with mode={self.mode!r}, which has "
+                    "a barrier at every Scatter; add mode='async', or leave it out"
                 )
 
     @cached_property

@@ -31,8 +31,8 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
     """
     if not 1 <= num_servers <= len(sizes):
         raise ConfigError(
-            f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to {len(sizes)}, or more "
-            "intervals"
+            f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to "
+            f"{len(sizes)}, or more intervals"
         )
 
     loads = [0] * num_servers
@@ -104,8 +104,8 @@ class ParameterPlan:
         for name, array in zip(names, arrays, strict=True):
             if array.shape != self.shapes[name] or array.dtype != self.program.dtype:
                 raise ConfigError(
-                    f"{subject}: {name!r} is {array.dtype} of shape {array.shape}, not {self.program.dtype} "
-                    f"of shape {self.shapes[name]}"
+                    f"{subject}: {name!r} is {array.dtype} of shape {array.shape}, not "
+                    f"{self.program.dtype} of shape {self.shapes[name]}"
                 )
 
 
@@ -138,8 +138,8 @@ class Update:
     ) -> None:
         if type(optimizer) not in _OPTIMIZERS:
             raise ConfigError(
-                f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use torch.optim.SGD, "
-                "Adam or AdamW, or another strategy"
+                f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use "
+                "torch.optim.SGD, Adam or AdamW, or another strategy"
             )
 
         self.names = tuple(names)
@@ -455,8 +455,8 @@ class ParameterServer:
     def _check_begun(self, interval: int, epoch: int) -> None:
         if epoch > self.updates + self.plan.staleness:
             raise ConfigError(
-                f"interval {interval} is in epoch {epoch} after {self.updates} updates, which is "
-                f"beyond staleness {self.plan.staleness}"
+                f"interval {interval} is in epoch {epoch} after {self.updates} updates, which "
+                f"is beyond staleness {self.plan.staleness}"
             )
 
 

@@ -208,8 +208,8 @@ class ParameterService:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"{describe(missing_servers[0])} sent no sums of epoch {epoch} within "
-                    f"{self._timeout_s:g} s; {what_misses(self._rpc, missing_servers)}; check the "
-                    "workers, or raise timeout_s (DGLX_TIMEOUT)"
+                    f"{self._timeout_s:g} s; {what_misses(self._rpc, missing_servers)}; check "
+                    "the workers, or raise timeout_s (DGLX_TIMEOUT)"
                 )
 
     def _stop(self, error: Exception) -> None:

@@ -179,8 +179,7 @@ def _read_step(fields: Fields) -> ProgramStep:
 class Program:
     """Steps of the forward pass of one epoch. The backward pass runs them in reverse.
 
-    Raises:
-        ConfigError: a step reads a slot that no step before it makes. The message names the step.
+    Raises ConfigError if a step reads a slot that no step before it makes. The message names the step.
     """
 
     inputs: tuple[Slot, ...]
@@ -223,8 +222,7 @@ class Program:
     def from_json(cls, text: bytes | str) -> Program:
         """Read the result of :meth:`to_json`, at most 16 MiB. Nothing that it names is imported.
 
-        Raises:
-            ConfigError: it is not a valid program of this version.
+        Raises ConfigError if it is not a valid program of this version.
         """
         fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
         fields.integer("version", _VERSION, _VERSION)

@@ -284,9 +284,9 @@ def check_reachable(host: str, *, paid: bool) -> None:
     """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
-            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
-            "with one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME "
-            "(see `ip addr`)"
+            f"workers run in a cloud, but this rank answers at {host}, which only this "
+            "machine can reach; with one rank set the option interface=NAME, with several set "
+            "GLOO_SOCKET_IFNAME=NAME (see `ip addr`)"
         )
 
 

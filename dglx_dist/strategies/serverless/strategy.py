@@ -71,8 +71,8 @@ class Lambda(Strategy):
         num_ranks = session.topology.world_size
         if num_servers > num_ranks:
             raise ConfigError(
-                f"option parameter_servers={num_servers}, but there are {num_ranks} ranks; give at most as "
-                "many, or start more ranks"
+                f"option parameter_servers={num_servers}, but there are {num_ranks} ranks; "
+                "give at most as many, or start more ranks"
             )
 
     def open(self, g: DistGraph) -> OpenedLambda:

@@ -87,8 +87,8 @@ class TaskKey:
         """Raise ConfigError if this is a task of another run than ``run``."""
         if self.run != run:
             raise ConfigError(
-                f"task {self} is of run {self.run} of this session, and this is run {run}; the call comes "
-                "from a worker that was given up"
+                f"task {self} is of run {self.run} of this session, and this is run {run}; "
+                "the call comes from a worker that was given up"
             )
 
     def check(self, program: Program) -> None:
@@ -308,8 +308,8 @@ def check_payload(items: Sequence[Item], arrays: Sequence[Array], rows: int, whe
         if array.shape != shape or array.dtype != item.dtype:
             subject = f"{item.role.value} {item.slot}".rstrip()
             raise ConfigError(
-                f"{where} has {subject} of shape {array.shape} and {array.dtype}, not {shape} and "
-                f"{item.dtype}"
+                f"{where} has {subject} of shape {array.shape} and {array.dtype}, not {shape} "
+                f"and {item.dtype}"
             )
 
 

@@ -100,8 +100,7 @@ class Operation:
 class TensorProgram:
     """Operations on rows. Values are numbered in the order of inputs, weights, constants and results.
 
-    Raises:
-        ConfigError: an operation is not allowed, or reads a value that is not computed before.
+    Raises ConfigError if an operation is not allowed, or reads a value that is not computed before.
     """
 
     inputs: tuple[Shape, ...]
@@ -199,8 +198,8 @@ def find_operation(name: str) -> Any:
     packet = getattr(torch.ops.aten, base, None) if base in ALLOWED else None
     if packet is None or overload not in packet.overloads():
         raise ConfigError(
-            f"operation {name[:80]!r} is not one that workers run, or this version of PyTorch does not have "
-            "it; run the same version everywhere"
+            f"operation {name[:80]!r} is not one that workers run, or this version of PyTorch "
+            "does not have it; run the same version everywhere"
         )
 
     function = getattr(packet, overload)

@@ -310,8 +310,8 @@ class Engine:
         if open_tasks:
             causes = f"no worker gave rows for {', '.join(map(str, open_tasks))}; {causes}"
         raise PeerError(
-            f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {causes}; "
-            "look at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
+            f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: "
+            f"{causes}; look at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
         )
 
 
@@ -400,8 +400,8 @@ class IntervalLoader:
             if len(duplicates):
                 node = int(duplicates[0])
                 raise ConfigError(
-                    f"node {first + node} is a training node of {int(own_trainers[node])} ranks; "
-                    "give each node to one rank, as dx.node_split(mask) does"
+                    f"node {first + node} is a training node of {int(own_trainers[node])} "
+                    "ranks; give each node to one rank, as dx.node_split(mask) does"
                 )
 
         run_on_all_ranks(g.session, check_once, ConfigError)
@@ -424,9 +424,9 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
         problem = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
     if problem:
         raise ConfigError(
-            f"{problem}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
-            "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
-            "out), or use strategy='data_parallel'"
+            f"{problem}, but strategy 'lambda' takes all in-neighbours of all training nodes "
+            "in every step; give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) "
+            "(leave fanouts= and --fanout out), or use strategy='data_parallel'"
         )
 
     plan.check_takes_all("strategy 'lambda'")
@@ -434,8 +434,8 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
     for name in set_options:
         if name not in _IGNORED_OPTIONS:
             raise ConfigError(
-                f"strategy 'lambda' has no loader option {name!r}, because it trains on the whole graph at "
-                "once; leave it out, or use strategy='data_parallel'"
+                f"strategy 'lambda' has no loader option {name!r}, because it trains on the "
+                "whole graph at once; leave it out, or use strategy='data_parallel'"
             )
 
     if set_options:
@@ -730,8 +730,8 @@ class LambdaModel(WrappedModel):
         """Return the trainer. Raises ConfigError if loader, loss, optimizer or a term is not supported."""
         if not isinstance(loader, IntervalLoader):
             raise ConfigError(
-                f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, nodes, sampler) "
-                "after dx.init(strategy='lambda'), or leave it to dx.fit"
+                f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, "
+                "nodes, sampler) after dx.init(strategy='lambda'), or leave it to dx.fit"
             )
 
         if objective.extra_terms:

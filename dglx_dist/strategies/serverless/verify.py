@@ -157,9 +157,10 @@ def _compare(subject: str, expected: Tensor, computed: Tensor, scale: float) -> 
     if not bool(is_close.all()):
         difference = float((expected - computed).detach().abs().max())
         raise ConfigError(
-            f"the {subject} of the model differs by {difference:.3g} from that of its recorded operations. A "
-            "cause may be rows that are changed in place through a view, torch.no_grad() inside of the "
-            f"model, or a torch.autograd.Function; avoid it, {OTHER_STRATEGY}"
+            f"the {subject} of the model differs by {difference:.3g} from that of its "
+            "recorded operations. A cause may be rows that are changed in place through a view, "
+            "torch.no_grad() inside of the model, or a torch.autograd.Function; avoid it, "
+            f"{OTHER_STRATEGY}"
         )
 
 
@@ -195,7 +196,7 @@ def _check_rows(step: Apply, rows: Mapping[str, Tensor], block: Any, weights: Ma
 def _refuse(step: Apply, name: str) -> None:
     weights = f" (it uses {', '.join(step.weights)})" if step.weights else ""
     raise ConfigError(
-        f"the model computes rows of {step.per}s{weights} from each other with {name}, as a softmax or a "
-        "mean over all nodes does; strategy 'lambda' computes each row alone. Normalise each row, as "
-        f"nn.LayerNorm does, {OTHER_STRATEGY}"
+        f"the model computes rows of {step.per}s{weights} from each other with {name}, as a "
+        "softmax or a mean over all nodes does; strategy 'lambda' computes each row alone. "
+        f"Normalise each row, as nn.LayerNorm does, {OTHER_STRATEGY}"
     )

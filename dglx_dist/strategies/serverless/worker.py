@@ -120,8 +120,8 @@ class RemoteCaller(Caller):
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         if secrets.secret_key is not None and to.public_key is None:
             raise ConfigError(
-                f"rank {to.rank} on {to.host} has no public key, but this job's connections are "
-                "encrypted; set DGLX_CURVE to the same value on all ranks"
+                f"rank {to.rank} on {to.host} has no public key, but this job's connections "
+                "are encrypted; set DGLX_CURVE to the same value on all ranks"
             )
 
         if self._secrets != secrets:

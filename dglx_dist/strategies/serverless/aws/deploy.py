@@ -256,8 +256,8 @@ def _make_role(deployment: Deployment, iam: Client, change: Changes) -> str | No
         role = {"Arn": None} if answer is None else answer["Role"]
     elif _find_owner(role) != deployment.name:
         raise ConfigError(
-            f"the role {name} exists and was not made for the function {deployment.name} by dglx; give it, "
-            "or another one, with --role"
+            f"the role {name} exists and was not made for the function {deployment.name} by "
+            "dglx; give it, or another one, with --role"
         )
     else:
         policies = _list_policies(iam, name)
@@ -303,8 +303,8 @@ def _own_function(client: Client, name: str) -> Found | None:
     function = found_or_none(purpose, missing, client.get_function, FunctionName=name)
     if function is not None and function.get("Tags", {}).get(TAG) != name:
         raise ConfigError(
-            f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
-            "name"
+            f"the function {name} exists and was not made by dglx, so it is left unchanged; "
+            "choose another name"
         )
 
     return function
@@ -469,8 +469,8 @@ class _Trial:
             if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):
                 worst = float(np.max(np.abs(result - reference)))
                 raise ConfigError(
-                    f"the results of the function {name} differ from this machine's by up to {worst:.3g}; "
-                    "build and deploy the image of this version"
+                    f"the results of the function {name} differ from this machine's by up to "
+                    f"{worst:.3g}; build and deploy the image of this version"
                 )
 
     def _send_half(self, name: str, _arrays: Sequence[Array]) -> list[Array]:

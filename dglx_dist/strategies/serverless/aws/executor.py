@@ -220,8 +220,8 @@ def _check_usable(client: Client, function: str) -> int:
     # A function that was not called for weeks is "Inactive". The next event activates it.
     if settings.get("State", "Active") not in ("Active", "Inactive"):
         raise ConfigError(
-            f"the function {function} is {settings['State']} ({settings.get('StateReason', '')}); wait, or "
-            "deploy it again"
+            f"the function {function} is {settings['State']} "
+            f"({settings.get('StateReason', '')}); wait, or deploy it again"
         )
 
     return int(settings["MemorySize"])

@@ -68,8 +68,8 @@ class HttpExecutor(Executor):
         for name, value in headers.items():
             if not _HEADER.fullmatch(name) or not value.isascii():
                 raise ConfigError(
-                    f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
-                    "!#$%&'*+.^_`|~-, values of ASCII"
+                    f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z "
+                    "a-z 0-9 and !#$%&'*+.^_`|~-, values of ASCII"
                 )
 
         # Certificates are read once, and not for each worker.
@@ -175,8 +175,8 @@ def _parse_url(options: HttpOptions) -> SplitResult:
 
     if url.scheme == "http" and not options.insecure and not _is_loopback(url.hostname):
         raise ConfigError(
-            f"executor 'http' would send the workers' secret to {url.hostname} unencrypted; use "
-            "https://, or insecure=true on a trusted network"
+            f"executor 'http' would send the workers' secret to {url.hostname} unencrypted; "
+            "use https://, or insecure=true on a trusted network"
         )
     return url
 
