@@ -110,7 +110,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if block is not None:
             self._pers: dict[int, Per] = {block.num_dst_nodes(): "node", block.num_edges(): "edge"}
             self._ends = dict(zip(("source", "target"), block.edges(), strict=True))
-            self._degrees = {name: getattr(block, name)() for name in ("in_degrees", "out_degrees")}
+            self._degrees = {"in_degrees": block.in_degrees(), "out_degrees": block.out_degrees()}
 
     def add_input(self, name: str, tensor: Tensor, per: Per) -> Tensor:
         self.inputs[name] = self._values[id(tensor)] = Value(tensor, per, name=name)
@@ -487,6 +487,7 @@ class ModelCall:
         for name in self.edge_columns:
             recording.add_input(f"{EDGE_DATA}{name}", block.edata[name], "edge")
 
+        # The call must change neither the model's buffers nor the state of random numbers.
         with (
             preserve_state(self.model, training=True),
             torch.random.fork_rng(devices=[]),

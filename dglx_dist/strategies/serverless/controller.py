@@ -291,6 +291,7 @@ class Controller:
             try:
                 self.tick()
             except DglxError as error:
+                # The error is raised in the thread that calls raise_if_failed.
                 self._failure = error
                 return
             except Exception as error:  # noqa: BLE001 - raise_if_failed reports it
@@ -348,6 +349,7 @@ class Controller:
         with self._lock:
             now = self._clock()
             for pending in list(self._running.values()):
+                # The time of an attempt begins when its rows are ready.
                 if pending.is_early:
                     continue
                 key = pending.task.key

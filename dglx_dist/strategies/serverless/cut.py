@@ -448,6 +448,7 @@ class _BodyWriter:
         def write(argument: Any, twin_argument: Any) -> Any:
             return self._write_argument(node, argument, twin_argument, numbers)
 
+        # Arguments that only describe the memory of a result have no meaning on a worker.
         keywords = {}
         for name, value in node.keywords.items():
             if name not in _IGNORED_KEYWORDS:
@@ -604,6 +605,7 @@ def _record_loss(recording: Recording, loss: Loss, scores: Tensor, labels: Tenso
     def compute_row_loss(row: Tensor, label: Tensor) -> Tensor:
         return loss(row[None], label[None]).reshape(())
 
+    # vmap calls the loss for single rows, and the recording has operations on all rows.
     try:
         with torch.no_grad(), recording:
             row_losses: Tensor = vmap(compute_row_loss)(scores, labels)
@@ -628,7 +630,8 @@ def pair_values(first: Recording, second: Recording) -> dict[Value, Value]:
 
     Raises ConfigError if the recordings have other operations.
     """
-    if [(node.kind, node.name) for node in first.nodes] != [(node.kind, node.name) for node in second.nodes]:
+    operations = [(node.kind, node.name) for node in first.nodes]
+    if operations != [(node.kind, node.name) for node in second.nodes]:
         raise ConfigError(
             "the model runs other operations on a graph of another size; remove the "
             f"condition, {OTHER_STRATEGY}"

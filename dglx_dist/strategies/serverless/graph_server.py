@@ -385,7 +385,8 @@ class GraphServer:
         end = graph.num_halo * (interval + 1) // num_intervals
         # The rows of halo nodes come after those of own nodes.
         selection = slice(graph.num_own + first, graph.num_own + end)
-        self._compute_rows(step, work, selection, self._make_keys(epoch, graph.halo[first:end]))
+        keys = self._make_keys(epoch, graph.halo[first:end])
+        self._compute_rows(step, work, selection, keys)
 
     def _make_keys(self, epoch: int, ids: Array) -> RowKeys:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
@@ -428,15 +429,18 @@ class GraphServer:
             if half in task.results:
                 return SubmitResult.AGAIN
 
-            check_payload(work.given, arrays, half_length(task.num_rows, half), f"what came of {key}")
+            num_rows = half_length(task.num_rows, half)
+            check_payload(work.given, arrays, num_rows, f"what came of {key}")
             task.results[half] = arrays
             if len(task.results) < 2:
                 return SubmitResult.TAKEN
             del self._open_tasks[key]
             self._completed[key.interval] = (key.epoch, self._order[key.step, key.direction])
 
+        # The lock is free while the rows are copied. No other call has these rows.
         joined_arrays = join_halves(work.given, task.results[0], task.results[1])
-        self._store_results(key.interval - self.part.first_interval, key, work.given, joined_arrays)
+        interval = key.interval - self.part.first_interval
+        self._store_results(interval, key, work.given, joined_arrays)
         return SubmitResult.LAST
 
     def _find_work(self, key: TaskKey) -> TaskComputation:
@@ -473,7 +477,8 @@ class GraphServer:
         messages = []
         for peer, selection, nodes in self._list_boundaries(interval):
             positions = np.arange(selection.start, selection.stop, dtype=np.int32)
-            messages.append((peer, [positions, *(self._rows[name][nodes] for name in step.slots)]))
+            rows = [self._rows[name][nodes] for name in step.slots]
+            messages.append((peer, [positions, *rows]))
         return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
@@ -513,6 +518,7 @@ class GraphServer:
 
         actual = [(array.shape, array.dtype.name) for array in arrays]
         is_valid = actual == expected
+        # The range of positions can be tested only if the arrays have the right shapes.
         if is_valid and positions.size:
             is_valid = 0 <= positions.min() <= positions.max() < num_nodes
         if not is_valid:
@@ -690,6 +696,7 @@ class GraphServer:
         for name in self._list_trained_slots(step):
             gradient = self._take_gradient(interval, name, nodes)
             self._pull_back(name, own_ids, gradient)
+            # All peers have sent their gradients, because the task has a global barrier.
             for peer, selection, boundary_nodes in self._list_boundaries(interval):
                 gradient[boundary_nodes - nodes.start] += self._received[name, peer][selection]
             self._gradients[interval][name] = gradient

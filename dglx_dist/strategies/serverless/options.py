@@ -72,6 +72,7 @@ class LambdaOptions:
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
     """Read the options of the strategy and those of its executor. Raises ConfigError if one is invalid."""
     names = [declared.name for declared in fields(LambdaOptions) if declared.name != "executor_options"]
+    # Options with other names belong to the executor.
     strategy_options = {}
     executor_options = {}
     for name, value in options.items():

@@ -201,6 +201,7 @@ class Update:
                 group["lr"] = rate
         self._optimizer.step()
 
+        # Gradients are released, because they take as much memory as the weights.
         new_weights = []
         for parameter in self._weights.values():
             parameter.grad = None
@@ -269,7 +270,7 @@ class ParameterServer:
         self._update = update
         self._lock = threading.Lock()
         self.rates: dict[int, Sequence[float]] = {}
-        """Learning rates of the groups by epoch, for epochs with other rates than those of the update."""
+        """Learning rates of the groups by epoch, for epochs with other rates than the update."""
         self._versions = {self.updates: tuple(weights)}
         self._stash_of: dict[int, tuple[int, int]] = {}
         """Epoch and version of each interval."""
@@ -280,7 +281,7 @@ class ParameterServer:
         self._received: dict[int, dict[int, Array]] = {}
         """Complete sums by epoch and server."""
         self._digests: dict[tuple[int, int, int], bytes] = {}
-        """Digests of gradients by epoch, interval and step, of the open epochs and the last updated one."""
+        """Digests of gradients by epoch, interval and step, from the last updated epoch on."""
 
     @property
     def state(self) -> dict[str, Array]:
@@ -404,7 +405,8 @@ class ParameterServer:
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):
             total += received[server]
-        new_weights = self._update.apply(weights, self.plan.unflatten(total), self.rates.get(epoch))
+        gradients = self.plan.unflatten(total)
+        new_weights = self._update.apply(weights, gradients, self.rates.get(epoch))
         with self._lock:
             self.updates += 1
             self._versions[self.updates] = new_weights

@@ -226,6 +226,7 @@ class Program:
         """
         fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
         fields.integer("version", _VERSION, _VERSION)
+        # Steps have several types, so they are read one by one.
         steps = tuple(map(_read_step, fields.nested_list("steps", 0, MAX_STEPS)))
         program = fields.record(cls, steps=lambda _name: steps)
         fields.reject_unread()

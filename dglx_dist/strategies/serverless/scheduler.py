@@ -79,10 +79,10 @@ class IntervalProgress:
         self.end = first_epoch
         """The epoch before which training stops."""
         self.synchronous_from = synchronous_from
-        """The epoch from which asynchronous training is synchronous. None if no such epoch is known."""
+        """The epoch from which asynchronous training is synchronous, or None if none is known."""
         self._peer_positions = dict.fromkeys(peers, first_position)
         self._correct_counts: dict[int, dict[int, int]] = {}
-        """Number of correct predictions by epoch and graph server, from ``_undecided_epoch`` on."""
+        """Number of correct predictions by epoch and server, from ``_undecided_epoch`` on."""
         self._undecided_epoch = first_epoch
         """The first epoch for which some server's correct predictions are not known."""
 
@@ -240,6 +240,7 @@ class WorkerPool:
         )
         host_and_port = own_address.endpoint.removeprefix("tcp://")
         own_host = host_and_port.rpartition(":")[0].strip("[]")
+        # If a later step fails, the executor is closed again.
         with ExitStack() as resources:
             open_executor: Callable[..., Executor] = EXECUTORS.get(options.executor)
             executor = open_executor(context, options.executor_options)
@@ -382,7 +383,7 @@ class ThreadScheduler:
         num_cores = max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
         self._num_threads = server.options.threads or num_cores
         self._early_launches: dict[ScheduledTask, ScheduledTask] = {}
-        """Tasks of workers that are launched when the task before them starts, by this task."""
+        """Tasks of workers that are launched when the task before starts, by the task before."""
         if server.options.mode != "no_pipe":
             self._early_launches = _find_early_launches(server.schedule)
 
@@ -412,9 +413,11 @@ class ThreadScheduler:
     def state(self) -> tuple[int, str]:
         """Return the least epoch, and how many intervals are at each step, such as "AV1 3 GA1 2"."""
         with self._lock:
-            tasks = [self._progress.task_of(interval) for interval in range(len(self._progress.position))]
+            intervals = range(len(self._progress.position))
+            tasks = [self._progress.task_of(interval) for interval in intervals]
             end = self._progress.end
 
+        # Intervals that have completed the last epoch are at no step.
         num_intervals = Counter[str]()
         for epoch, task in tasks:
             if epoch < end:
@@ -450,6 +453,7 @@ class ThreadScheduler:
         finally:
             with self._lock:
                 self._is_stopping = True
+            # Each thread takes one of these entries, and ends.
             for row in rows:
                 self._queues[row].put((_STOP, 0, None))
             for thread in threads:
@@ -530,7 +534,8 @@ class ThreadScheduler:
         # Opening a task costs nothing and lets a worker begin. If the opening were queued after all gathers
         # of its phase, workers and graph server would take turns.
         priority = _IMMEDIATELY if task.kind is TaskKind.WORK else position
-        self._queues[row].put((priority, interval, partial(self._execute, interval, epoch, task, row)))
+        action = partial(self._execute, interval, epoch, task, row)
+        self._queues[row].put((priority, interval, action))
 
     def _finish(self, interval: int) -> None:
         """Finish the task of ``interval``, and start what waited for its end. The caller holds the lock."""
@@ -544,6 +549,7 @@ class ThreadScheduler:
                 self._enqueue(interval)
             return
 
+        # All intervals have reached a new position, for which intervals of this and other servers may wait.
         position = self._progress.floor
         is_awaited, counted_epoch = self._progress.news()
         if is_awaited:

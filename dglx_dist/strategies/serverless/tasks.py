@@ -358,7 +358,7 @@ class TaskComputation:
         self.drops = self._step.body.drops
         """Whether the computation needs keys of rows."""
         self.pushes = direction is not Direction.FORWARD
-        """Whether the computation returns gradients of its weights. A step may have no weight."""
+        """Whether the computation returns gradients of its weights, possibly of none."""
 
     def half(
         self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
@@ -374,6 +374,7 @@ class TaskComputation:
         if actual != expected:
             raise ConfigError(f"step {name!r} got weights {actual}, not {expected} ({list(self.weights)})")
         if not rows:
+            # Some operations fail without rows.
             return self._make_empty_result()
 
         weight_tensors = [_to_tensor(weight) for weight in weights]
@@ -421,6 +422,7 @@ class TaskComputation:
         ``arrays`` has the inputs, and then the gradients of the outputs. A fused task has labels instead, and
         returns statistics after the gradients of the inputs.
         """
+        # Gradients are wanted of all weights, and then of the inputs that depend on a weight.
         inputs = arrays[: len(self._step.inputs)]
         leaves = [weight.requires_grad_() for weight in weights]
         for position, item in enumerate(self._step.inputs):
@@ -451,6 +453,7 @@ def _differentiate(
     outputs: Sequence[Tensor], output_gradients: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Return the gradient of each leaf, which is zero if no output depends on the leaf."""
+    # torch differentiates only outputs that depend on a leaf.
     roots = []
     root_gradients = []
     for output, gradient in zip(outputs, output_gradients, strict=True):
@@ -460,7 +463,8 @@ def _differentiate(
 
     if not roots or not leaves:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    return torch.autograd.grad(roots, leaves, root_gradients, allow_unused=True, materialize_grads=True)
+    options = {"allow_unused": True, "materialize_grads": True}
+    return torch.autograd.grad(roots, leaves, root_gradients, **options)
 
 
 class Loss(NamedTuple):
@@ -492,7 +496,8 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
         loss_sum = values[program.loss.outputs[0]].sum()
     if is_class and scores.dim() == 2:
         num_correct = int((scores.argmax(1) == labels).sum())
-    return Loss(loss_sum * (1 / program.num_train), np.array([loss_sum.item(), num_correct], np.float64))
+    statistics = np.array([loss_sum.item(), num_correct], np.float64)
+    return Loss(loss_sum * (1 / program.num_train), statistics)
 
 
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:

@@ -142,6 +142,7 @@ class Engine:
         if rank < self._num_servers:
             self._parameter_server = ParameterServer(plan, rank, weights, update)
 
+        # If a later step fails, the earlier parts are closed again.
         with ExitStack() as resources:
             handlers = self._answer_workers(resources)
             self.parameters = ParameterClient(rpc, plan, self._note_updates)
@@ -191,17 +192,20 @@ class Engine:
         self.scheduler.run(end, self._check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
+        # After the barrier no task is in flight, so no stashed weights are needed.
         if self._parameter_server is not None:
             self._parameter_server.drain()
         return self._make_records(first_epoch, end)
 
     def _make_records(self, first_epoch: int, end: int) -> list[EpochRecord]:
         """Return the records of the epochs from ``first_epoch`` up to ``end``. Collective."""
+        # A row has the sum of losses, the number of correct nodes, and the seconds of one epoch.
         own_rows = []
         for epoch in range(first_epoch, end):
             seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]
             own_rows.append([*self._server.statistics(epoch), seconds])
-        rows_of_ranks = gather_rows(torch.tensor(own_rows, dtype=torch.float64), self._session).numpy()
+        own_tensor = torch.tensor(own_rows, dtype=torch.float64)
+        rows_of_ranks = gather_rows(own_tensor, self._session).numpy()
 
         num_train = self._server.program.num_train
         records = []
@@ -546,6 +550,7 @@ class LambdaTrainer(EpochTrainer):
         self._show = show
         self._session = loader.g.session
         targets, num_train = loader.own_targets()
+        # A loss that is not supported is refused on all ranks.
         captured = run_on_all_ranks(
             self._session, lambda: _with_loss(captured, loader.g, objective, num_train), ConfigError
         )
@@ -576,7 +581,8 @@ class LambdaTrainer(EpochTrainer):
                 self._show(progress_line(engine, self._options, used))
 
         records = engine.run(number, show, self._compute_rates(range(first, first + number)))
-        write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
+        parameters = engine.parameters
+        write_back(self._model, self._optimizer, parameters.latest(), parameters.state())
         self._past_counts += Counts(server_seconds=time.perf_counter() - start_s)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)

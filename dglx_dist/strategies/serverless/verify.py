@@ -175,7 +175,8 @@ def _check_rows(step: Apply, rows: Mapping[str, Tensor], block: Any, weights: Ma
     values_of_parts = []
     for selection in selections:
         inputs_of_part = [array[selection] for array in inputs]
-        values_of_parts.append(step.body.run(inputs_of_part, step_weights, RowKeys(0, 0, selection)))
+        keys = RowKeys(0, 0, selection)
+        values_of_parts.append(step.body.run(inputs_of_part, step_weights, keys))
 
     for operation in step.body.operations:
         for number in operation.results:

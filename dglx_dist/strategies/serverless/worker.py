@@ -321,6 +321,7 @@ class Worker:
         try:
             self._run(task)
         except _TaskOver:
+            # The rows of another attempt have arrived, so there is nothing left to do.
             pass
         except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
             failure = _explain_failure(task, error)
@@ -362,6 +363,7 @@ class Worker:
         first half before it computes the second one. Other tasks send nothing here.
         """
         self._call_hook(TaskPhase.BEFORE_PULL)
+        # The weights travel while the graph server prepares the rows.
         weights_answer = None
         if computation.weights:
             weights_answer = calls.call_parameter_server(WEIGHTS)

@@ -365,6 +365,7 @@ def try_function(
     if not address:
         port = url.port or 443
         address = find_address_towards(url.hostname, port, f"AWS at {url.hostname}", "give --address")
+    # An address of another machine is refused here, with a message that says so.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -521,6 +522,7 @@ def write_context(folder: Path, python: str = "3.12") -> None:
     source = Path(dglx_dist.__file__).parent
     shutil.copytree(source, folder / "dglx_dist", ignore=shutil.ignore_patterns("__pycache__"))
     versions = {name: importlib.metadata.version(name) for name in ("torch", *_LIBRARIES)}
+    # The image gets the versions of this machine, because other versions may compute other bits.
     text = _DOCKERFILE.format(
         version=dglx_dist.__version__,
         python=python,
