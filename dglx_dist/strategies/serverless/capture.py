@@ -1,8 +1,8 @@
-"""Capture of a model: what it computes between operations of the graph, as a program (see ``program``).
+"""Capture of a model: its operations are recorded, so that ``cut`` can write them as a program.
 
-The model runs on two small random graphs of different sizes. Operations of the graph are recorded as such,
-and everything between them as ATen operations. The recording is cut at the operations of the graph. Each
-piece must be row-wise, which is verified by running it on some of its rows.
+The model runs on two small random graphs of different sizes. The recording has the operations of the graph,
+and the ATen operations between them. It is cut at the operations of the graph. Each piece must be row-wise,
+which ``verify`` checks by running the piece on some of its rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dglx_dist.strategies.serverless.program import EDGE_DATA, FEATURES, Per, Sl
 from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 
 SIZES = (37, 149), (41, 163)
-"""Nodes and edges of the two graphs: numbers that no model has as a size of its own."""
+"""Numbers of nodes and edges of the two graphs. They are unlikely to be sizes of a model."""
 _SEED = 17
 """Seed of the first graph. Each further graph has the next seed."""
 _MOST_BLOCKS = 64
@@ -48,7 +48,7 @@ _RANDOM = (
 )
 _READS_NUMBERS = ("_local_scalar_dense", "is_nonzero", "equal")
 _UNINITIALISED = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
-"""Tensors that are filled later. Workers make zeros, because they must not send what was in memory."""
+"""Replacements of operations that allocate without a value. Workers must not send old contents of memory."""
 _OVER_ROWS = ("batch_norm", "instance_norm")
 
 
@@ -58,12 +58,13 @@ class Value:
 
     tensor: Tensor
     per: Per | None = None
-    """None: it has no rows, such as a weight or what is computed from weights only."""
+    """Node or edge, whichever the rows belong to. None if the value has no rows, such as a weight."""
     maker: Node | None = None
+    """The operation that computed the value, or None for inputs, weights and constants."""
     name: str = ""
     """Name of an input or weight."""
     is_constant: bool = True
-    """Whether it depends on neither weights nor dropout."""
+    """Whether the value depends on neither weights nor dropout."""
 
 
 @dataclass(eq=False)
@@ -79,12 +80,12 @@ class Node:
     inputs: list[Value]
     outputs: list[Value] = field(default_factory=list)
     module: str = ""
-    """Module that called it, such as ``Linear 'layers.0.fc'``."""
+    """Module that called the operation, such as ``Linear 'layers.0.fc'``."""
 
 
 @final
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate this
-    """Records the operations of one call, as :class:`GraphOperations` those of the graph, too."""
+    """Records the operations of one call of a model. ``intercept`` calls it for operations of the graph."""
 
     def __init__(self, weights: Mapping[int, str], block: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate this
@@ -93,20 +94,23 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self.modules: list[str] = []
         """Modules that are being called, outermost first."""
         self.needs_in_edges = ""
-        """Module that refuses nodes without in-edges, if any."""
-        self._weights, self._block = weights, block
+        """Module that refuses nodes without in-edges, or ""."""
+        self._weights = weights
+        self._block = block
         self._values: dict[int, Value] = {}
+        """Values by the id of their tensor."""
         self._spreads: dict[tuple[Value, str], Tensor] = {}
         self._constants: dict[str, Value] = {}
-        self._kept: list[Tensor] = []
-        """Tensors that must live on, because others would get their id."""
+        """Constant values by a text of the operation that computes them."""
+        self._kept_tensors: list[Tensor] = []
+        """Tensors that stay alive, because a new tensor could get the id of a deleted one."""
         self._is_paused = False
         self._num_drops = 0
 
         if block is not None:
             self._pers: dict[int, Per] = {block.num_dst_nodes(): "node", block.num_edges(): "edge"}
             self._ends = dict(zip(("source", "target"), block.edges(), strict=True))
-            self._degrees = {name: getattr(block, name)() for name in ("in_degrees", "out_degrees")}
+            self._degrees = {"in_degrees": block.in_degrees(), "out_degrees": block.out_degrees()}
 
     def add_input(self, name: str, tensor: Tensor, per: Per) -> Tensor:
         self.inputs[name] = self._values[id(tensor)] = Value(tensor, per, name=name)
@@ -133,26 +137,26 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if operation._schema.is_mutable:
             self._check_write(name, args[0] if args else None)
         result = operation(*args, **keywords)
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            return result  # such as the number of elements
-        if (spread := self._find_spread(name, args)) is not None:
+        if not _has_tensor(result):
+            return result  # The result is a number, such as the number of elements.
+        spread = self._find_spread(name, args)
+        if spread is not None:
             return spread
-
         if self._is_all_rows(name, args, result):
             self._values[id(result)] = self.value_of(args[0])
-            self._kept.append(result)
+            self._kept_tensors.append(result)
             return result
 
         if name == "clamp" and self._block is not None and args[2:3] == (self._block.num_edges(),):
-            # DGL's mean bounds degrees by the number of edges, which none exceeds.
+            # DGL's mean bounds degrees by the number of edges. No degree exceeds this number.
             args = (*args[:2], None)
         if operation._schema.is_mutable:
             name = self._name_without_write(operation, name)
         overload = operation._overloadname
         if name in _UNINITIALISED:
             name, overload = _UNINITIALISED[name], "default"
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves([args, keywords])):
-            # A worker may have another default dtype.
+        if not _has_tensor([args, keywords]):
+            # The dtype is recorded, because a worker may have another default dtype.
             keywords = {**keywords, "dtype": result.dtype}
         self._add("tensor", f"{name}.{overload}", args, keywords, result)
         return result
@@ -160,8 +164,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _check_allowed(self, name: str) -> None:
         """Refuse an ATen operation that draws random numbers or that mixes rows of different nodes."""
         # In-place and internal variants have underscores around the name.
-        base_name = name.strip("_")
-        if base_name.startswith(_RANDOM) or "dropout" in name:
+        if name.strip("_").startswith(_RANDOM) or "dropout" in name:
             self.refuse(f"random numbers ({name})", "use torch.nn.Dropout, whose masks are the same anywhere")
         if any(word in name for word in _OVER_ROWS):
             self.refuse(
@@ -169,19 +172,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             )
 
     def _note_read(self, name: str, tensor: Tensor) -> None:
+        """Refuse to read a number of ``tensor`` in Python, except for the checks of DGL's layers."""
         value = self.value_of(tensor)
         sources = {source.name for source in list_needed(value)}
-        names = sources - {"", "in_degrees", "out_degrees"}
+        input_names = sources - {"", "in_degrees", "out_degrees"}
 
-        # DGL's layers ask whether weights of edges are positive, and raise if they are not.
-        is_test_of_edges = tensor.dtype is torch.bool and all(self._is_edge_number(name) for name in names)
-        if not value.is_constant or (names and not is_test_of_edges):
+        # DGL's layers test whether weights of edges are positive, and whether a node has no in-edge.
+        is_test = tensor.dtype is torch.bool
+        is_test_of_edges = is_test and all(self._is_edge_number(source) for source in input_names)
+        if not value.is_constant or (input_names and not is_test_of_edges):
             self.refuse(f"a value of a tensor in Python ({name})", "compute with tensors instead")
-        if "in_degrees" in sources and tensor.dtype is torch.bool:
+        if "in_degrees" in sources and is_test:
             self.needs_in_edges = self.needs_in_edges or self._module
 
     def read_in_python(self, tensor: Tensor) -> None:
-        """Refuse ``tensor.tolist()`` and the like, which no operation shows."""
+        """Refuse ``tensor.tolist()`` and similar calls, which are no operation of torch."""
         value = self.value_of(tensor)
         if not value.is_constant or any(source.name for source in list_needed(value)):
             self.refuse("a value of a tensor in Python", "compute with tensors instead")
@@ -189,23 +194,30 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _is_edge_number(self, name: str) -> bool:
         return name.startswith(EDGE_DATA) and self.inputs[name].tensor.is_floating_point()
 
-    def _check_write(self, name: str, written: Any) -> None:
-        value = self.value_of(written) if isinstance(written, Tensor) else None
-        is_of_batch_norm = self._module.startswith(("BatchNorm", "SyncBatchNorm"))
-        if value is not None and value.maker is None and value.per is None and not is_of_batch_norm:
+    def _check_write(self, name: str, target: Any) -> None:
+        """Refuse an operation that writes to ``target`` if that is a buffer or a weight."""
+        # BatchNorm counts its batches. It is refused for its statistics, with a better message.
+        if not isinstance(target, Tensor) or self._module.startswith(("BatchNorm", "SyncBatchNorm")):
+            return
+        value = self.value_of(target)
+        if value.maker is None and value.per is None:
             self.refuse(f"a buffer or weight that it changes ({name})", "leave it as it is")
 
     def _name_without_write(self, operation: Any, name: str) -> str:
-        pure = name.rstrip("_")
-        packet = getattr(torch.ops.aten, pure, None)
-        if pure == name or packet is None or operation._overloadname not in packet.overloads():
+        """Return the name of the operation that returns the result and does not write it."""
+        new_name = name.rstrip("_")
+        packet = getattr(torch.ops.aten, new_name, None)
+        if new_name == name or packet is None or operation._overloadname not in packet.overloads():
             self.refuse(
                 f"an operation that writes to its arguments ({name})", "use one that returns its result"
             )
-        return pure
+        return new_name
 
     def _find_spread(self, name: str, args: Any) -> Tensor | None:
-        # Messages in Python read the rows of sources and targets by their ids.
+        """Return the rows at one end of all edges if the operation reads them, or None.
+
+        Messages that are computed in Python read the rows of sources and targets by their ids.
+        """
         if name == "index_select" and args[1] == 0:
             rows, index = args[0], args[2]
         elif name == "index" and len(args[1]) == 1:
@@ -221,10 +233,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return self.refuse("rows of other nodes than the ends of edges", "pass messages along edges instead")
 
     def _is_all_rows(self, name: str, args: Any, result: Any) -> bool:
-        # Sources and targets are the same nodes here, so that a slice of the first rows has all of them.
+        """True if the operation is a slice of all rows.
+
+        Sources and targets are the same nodes here, so a slice of the target nodes' rows has all rows.
+        """
         if name != "slice" or not isinstance(result, Tensor) or self.value_of(args[0]).per is None:
             return False
-        return (args[1] if len(args) > 1 else 0) == 0 and result.shape == args[0].shape
+        dimension = args[1] if len(args) > 1 else 0
+        return dimension == 0 and result.shape == args[0].shape
 
     def _add(
         self,
@@ -235,36 +251,38 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         result: Any,
         per: Per | None = None,
     ) -> None:
+        """Record an operation with its ``result``. ``per`` is None if the rows are those of the inputs."""
         leaves = tree_leaves([args, dict(keywords)])
         inputs = [self.value_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         pers = {value.per for value in inputs} - {None}
         if kind == "tensor" and len(pers) > 1:
             self.refuse(f"rows of nodes and of edges in one operation ({name})", "pass messages along edges")
+
         to_value = partial(tree_map_only, Tensor, self.value_of)
-        node = Node(
-            kind, name, tuple(to_value(list(args))), to_value(dict(keywords)), inputs, module=self._module
-        )
+        arguments = tuple(to_value(list(args)))
+        node = Node(kind, name, arguments, to_value(dict(keywords)), inputs, module=self._module)
         is_constant = kind in ("tensor", "spread") and all(value.is_constant for value in inputs)
 
-        # Powers of degrees are the same in every layer.
-        key = f"{name} {node.arguments} {node.keywords}" if is_constant and kind == "tensor" and pers else ""
-        if key in self._constants and isinstance(result, Tensor):
-            self._values[id(result)] = self._constants[key]
-            self._kept.append(result)
+        # Constant rows are computed once, because powers of degrees are equal in every layer.
+        constant_key = ""
+        if is_constant and kind == "tensor" and pers:
+            constant_key = f"{name} {node.arguments} {node.keywords}"
+        if constant_key in self._constants and isinstance(result, Tensor):
+            self._values[id(result)] = self._constants[constant_key]
+            self._kept_tensors.append(result)
             return
 
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            rows_of = per or next(iter(pers), None)
+            per_of_result = per or next(iter(pers), None)
             if not inputs and self._block is not None and tensor.dim():
-                # New rows, such as torch.ones(graph.num_edges(), 1).
-                rows_of = self._pers.get(len(tensor))
-            value = Value(tensor, rows_of, node, is_constant=is_constant)
+                # The operation makes new rows, such as torch.ones(graph.num_edges(), 1).
+                per_of_result = self._pers.get(len(tensor))
+            value = Value(tensor, per_of_result, node, is_constant=is_constant)
             node.outputs.append(value)
-            if key:
-                self._constants[key] = value
+            if constant_key:
+                self._constants[constant_key] = value
             if isinstance(tensor, Tensor):
                 self._values[id(tensor)] = value
-
         self.nodes.append(node)
 
     @property
@@ -274,29 +292,38 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     # Operations of the graph.
 
     def reduce(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
+        """Reduce rows over in-edges as the function ``stock`` of DGL does, which has the same arguments."""
         self._check_graph(index)
-        if operator in ("copy_lhs", "copy_rhs"):
-            only = (rows, None) if operator == "copy_lhs" else (None, edges)
-            return self._gather(stock, index, operator, how, *only)
+        if operator == "copy_lhs":
+            return self._gather(stock, index, operator, how, rows, None)
+        if operator == "copy_rhs":
+            return self._gather(stock, index, operator, how, None, edges)
         if operator == "mul" and how == "sum" and _has_factor_per_head(rows, edges):
             return self._gather(stock, index, operator, how, rows, edges)
         messages = self.combine(index, operator, rows, edges, ("u", "e"))
         return self._gather(stock, index, "copy_rhs", how, None, messages)
 
     def _gather(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
-        if any(operand is not None and self.value_of(operand).per is None for operand in (rows, edges)):
-            self.refuse("messages of weights alone", "multiply rows by them")
-        if operator == "copy_lhs" and how == "sum" and (factors := self._find_projection(rows)) is not None:
-            # The sum of products is the product of the sum, which needs neither a Scatter nor a gradient.
-            features, weight = factors
-            return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
+        for operand in (rows, edges):
+            if operand is not None and self.value_of(operand).per is None:
+                self.refuse("messages of weights alone", "multiply rows by them")
+        if operator == "copy_lhs" and how == "sum":
+            factors = self._find_projection(rows)
+            if factors is not None:
+                # The sum of products is the product of the sum, and the sum of constant features needs
+                # neither a Scatter nor a gradient.
+                features, weight = factors
+                return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
 
         result: Tensor = self._run(stock, index, operator, how, rows, edges)
         self._add("gather", how, (rows, edges), {}, result, "node")
         return result
 
     def _find_projection(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the features and the matrix with the product ``rows``, unless features are much wider."""
+        """Return constant features and the matrix with the product ``rows``.
+
+        Return None if ``rows`` are no such product, or if the features are more than twice as wide.
+        """
         maker = self.value_of(rows).maker
         if maker is None or maker.name != "mm.default":
             return None
@@ -307,14 +334,20 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return features.tensor, matrix.tensor
 
     def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:
+        """Return rows of edges from the rows at two ends of the edges: "u", "v" or "e"."""
         self._check_graph(index)
-        pairs = zip((left, right), ends, strict=True)
-        rows = [self._to_edges(rows, end) for rows, end in pairs if rows is not None]
-        if len(rows) == 1 or operator == "copy_lhs":
-            return rows[0]
+        operands = []
+        for rows, end in zip((left, right), ends, strict=True):
+            if rows is not None:
+                operands.append(self._to_edges(rows, end))
+
+        if len(operands) == 1 or operator == "copy_lhs":
+            return operands[0]
         if operator == "copy_rhs":
-            return rows[1]
-        product = rows[0] * rows[1] if operator != "add" else rows[0] + rows[1]
+            return operands[1]
+        if operator == "add":
+            return operands[0] + operands[1]
+        product = operands[0] * operands[1]
         return product.sum(-1, keepdim=True) if operator == "dot" else product
 
     def softmax(self, stock: Any, index: Any, scores: Tensor, norm_by: str) -> Tensor:
@@ -338,15 +371,17 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if self.value_of(rows).per is None:
             self.refuse("dropout of weights", "drop entries of rows")
         stream = MODULES + self._num_drops
-        self._num_drops = self._num_drops + 1
-        result = self._run(drop_rows, rows, probability, stream, RowKeys(0, 0, torch.arange(len(rows))))
+        self._num_drops += 1
+        keys = RowKeys(0, 0, torch.arange(len(rows)))
+        result = self._run(drop_rows, rows, probability, stream, keys)
         self._add("drop", "drop", (rows, probability, stream), {}, result)
         return result
 
     def refuse(self, description: str, remedy: str = "") -> NoReturn:
+        remedies = f"{remedy}, {OTHER_STRATEGY}" if remedy else OTHER_STRATEGY
         raise ConfigError(
-            f"{self._module} uses {description}, but strategy 'lambda' computes rows of nodes and edges in "
-            f"separate tasks; {remedy + ', ' if remedy else ''}{OTHER_STRATEGY}"
+            f"{self._module} uses {description}, but strategy 'lambda' computes rows of nodes "
+            f"and edges in separate tasks; {remedies}"
         )
 
     def _to_edges(self, rows: Tensor, end: str) -> Tensor:
@@ -360,11 +395,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return self._spreads[key]
 
     def _check_graph(self, index: Any) -> None:
-        ends = zip(index.edges(0, "eid"), self._ends.values(), strict=False)
-        if not all(nodes.shape == ids.shape and self._run(torch.equal, nodes, ids) for nodes, ids in ends):
-            self.refuse("another graph than its blocks", "pass messages along the blocks it is given")
+        """Refuse a graph that has other edges than the block."""
+        # The third tensor of ``index.edges``, the ids of the edges, is not compared.
+        for nodes, ids in zip(index.edges(0, "eid"), self._ends.values(), strict=False):
+            if nodes.shape != ids.shape or not self._run(torch.equal, nodes, ids):
+                self.refuse("another graph than its blocks", "pass messages along the blocks it is given")
 
     def _run(self, function: Any, *arguments: Any) -> Any:
+        """Call ``function`` without recording its operations."""
         self._is_paused = True
         try:
             return function(*arguments)
@@ -372,12 +410,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             self._is_paused = False
 
 
+def _has_tensor(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))
+
+
 def _has_factor_per_head(rows: Tensor, edges: Tensor) -> bool:
-    of_row = tuple(rows.shape[1:])
-    of_edge = tuple(edges.shape[1:])
-    while of_edge and of_edge[-1] == 1:
-        of_edge = of_edge[:-1]
-    return of_row[: len(of_edge)] == of_edge
+    """True if the rows of edges have one factor for each of the first dimensions of ``rows``."""
+    edge_shape = tuple(edges.shape[1:])
+    while edge_shape and edge_shape[-1] == 1:
+        edge_shape = edge_shape[:-1]
+    return tuple(rows.shape[1 : 1 + len(edge_shape)]) == edge_shape
 
 
 # Calls of the model.
@@ -402,8 +444,8 @@ class ModelCall:
     def make_graph(self, index: int) -> tuple[Any, Tensor]:
         """Return a random graph to call the model on, and the features of its nodes.
 
-        Calls with the same index give the same graph. Rows of node and edge data have the shape of those of
-        the dataset. Integers are 0, because 0 is a valid index of any embedding. Other values are random.
+        Calls with the same index give equal graphs. Rows of node and edge data have the shape of the
+        dataset's rows. Integers are 0, because 0 is a valid index of any embedding. Other values are random.
 
         Args:
             index: 0 or 1. ``SIZES[index]`` has the numbers of nodes and edges.
@@ -423,13 +465,17 @@ class ModelCall:
         return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
 
     def run(self, block: Any, x: Tensor, degrees: Callable[[str], Tensor] | None = None) -> Any:
-        """Call the model. ``degrees`` maps "in_degrees" or "out_degrees" to those of all nodes."""
-        read = degrees or (lambda name: getattr(block, name)())
-        with ExitStack() as stack:
+        """Call the model. ``degrees`` returns "in_degrees" or "out_degrees" of all nodes.
+
+        Ready-made models read degrees from the distributed graph, so its methods are replaced meanwhile.
+        """
+
+        def read_degrees(name: str, *_: Any) -> Tensor:
+            return getattr(block, name)() if degrees is None else degrees(name)
+
+        with ExitStack() as patches:
             for name in ("in_degrees", "out_degrees"):
-                # Ready-made models ask the distributed graph.
-                answer = lambda *_, name=name: read(name)  # noqa: E731
-                stack.enter_context(patch.object(DistGraph, name, answer))
+                patches.enter_context(patch.object(DistGraph, name, partial(read_degrees, name)))
             return self.model([block] * self.num_blocks, x)
 
     def record(self, index: int) -> tuple[Recording, Value]:
@@ -441,6 +487,7 @@ class ModelCall:
         for name in self.edge_columns:
             recording.add_input(f"{EDGE_DATA}{name}", block.edata[name], "edge")
 
+        # The call must change neither the model's buffers nor the state of random numbers.
         with (
             preserve_state(self.model, training=True),
             torch.random.fork_rng(devices=[]),
@@ -458,31 +505,31 @@ class ModelCall:
                 raise
             except MODEL_ERRORS as error:
                 raise ConfigError(
-                    f"the model could not be called as model(blocks, x) with {self.num_blocks} blocks and x "
-                    f"of {self.features} columns: {type(error).__name__}: {error}; make it support this "
-                    f"call, {OTHER_STRATEGY}"
+                    f"the model could not be called as model(blocks, x) with {self.num_blocks} "
+                    f"blocks and x of {self.features} columns: {type(error).__name__}: {error}; "
+                    f"make it support this call, {OTHER_STRATEGY}"
                 ) from error
 
         if not isinstance(result, Tensor) or recording.value_of(result).per != "node":
-            kind = "rows of edges or no rows" if isinstance(result, Tensor) else type(result).__name__
+            summary = "rows of edges or no rows" if isinstance(result, Tensor) else type(result).__name__
             raise ConfigError(
-                f"the model returns {kind}; strategy 'lambda' needs one tensor with a row for each node"
+                f"the model returns {summary}; strategy 'lambda' needs one tensor with a row for each node"
             )
-
         return recording, recording.value_of(result)
 
 
 @contextmanager
-def _name_modules(model: nn.Module, names: list[str]) -> Iterator[None]:
+def _name_modules(model: nn.Module, active_modules: list[str]) -> Iterator[None]:
+    """Keep the modules that are being called in ``active_modules`` while the context lasts."""
     hooks = []
     for name, module in model.named_modules():
-        text = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+        description = f"{type(module).__name__} {name!r}" if name else type(module).__name__
 
-        def enter(_module: nn.Module, _args: Any, text: str = text) -> None:
-            names.append(text)
+        def enter(_module: nn.Module, _args: Any, description: str = description) -> None:
+            active_modules.append(description)
 
         def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
-            names.pop()
+            active_modules.pop()
 
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
@@ -501,10 +548,8 @@ def find_call(
 ) -> tuple[ModelCall, Recorded]:
     """Return the call of ``model`` with the least number of blocks in which it uses most of its weights.
 
-    The recording of that call on the first graph comes with it.
-
-    Raises:
-        ConfigError: no number of blocks works.
+    The second value is the recording of that call on the first graph. Raises ConfigError if no number of
+    blocks works.
     """
     errors: list[ConfigError] = []
     for on_blocks in (True, False):
@@ -513,45 +558,53 @@ def find_call(
             return _find_number_of_blocks(call)
         except ConfigError as error:
             errors.append(error)
-    # DGL's own checks tell that a layer takes no blocks.
-    raise errors[isinstance(errors[0].__cause__, AssertionError | dgl.DGLError)]
+
+    # If DGL's own check refused the block, a layer takes no blocks, and the error of the graph tells more.
+    error_of_blocks, error_of_graph = errors
+    if isinstance(error_of_blocks.__cause__, AssertionError | dgl.DGLError):
+        raise error_of_graph
+    raise error_of_blocks
 
 
 def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
-    expected = max(1, sum(1 for _ in find_convolutions(call.model)))
+    """Try numbers of blocks, and first the number of layers. Return the best call and its recording."""
+    num_layers = max(1, sum(1 for _ in find_convolutions(call.model)))
     trained = {name for name, parameter in call.model.named_parameters() if parameter.requires_grad}
-    best: tuple[int, ModelCall, Recorded] | None = None
+    best: tuple[ModelCall, Recorded] | None = None
+    least_unused = len(trained)
     first_error: ConfigError | None = None
-    for number in (expected, *(n for n in range(1, _MOST_BLOCKS) if n != expected)):
-        candidate = replace(call, num_blocks=number)
+    for num_blocks in dict.fromkeys((num_layers, *range(1, _MOST_BLOCKS))):
+        candidate = replace(call, num_blocks=num_blocks)
         try:
-            recorded = candidate.record(0)
+            recording, scores = candidate.record(0)
         except ConfigError as error:
             first_error = first_error or error
             continue
 
-        num_unused = len(trained - {value.name for value in list_needed(recorded[1])})
-        if best is None or num_unused < best[0]:
-            best = num_unused, candidate, recorded
-        elif number > best[1].num_blocks:
-            break
-
+        num_unused = len(trained - {value.name for value in list_needed(scores)})
+        if best is None or num_unused < least_unused:
+            best = candidate, (recording, scores)
+            least_unused = num_unused
+        elif num_blocks > best[0].num_blocks:
+            break  # More blocks use no more weights.
         if num_unused == 0:
             break
 
     if best is None:
         assert first_error is not None
         raise first_error
-    return best[1], best[2]
+    return best
 
 
 def list_needed(scores: Value) -> Iterator[Value]:
+    """Yield ``scores`` and all values from which they are computed."""
     seen = {scores}
-    waiting = [scores]
-    while waiting:
-        value = waiting.pop()
+    pending = [scores]
+    while pending:
+        value = pending.pop()
         yield value
-        for source in value.maker.inputs if value.maker else ():
+        sources = [] if value.maker is None else value.maker.inputs
+        for source in sources:
             if source not in seen:
                 seen.add(source)
-                waiting.append(source)
+                pending.append(source)

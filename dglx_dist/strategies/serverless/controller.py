@@ -1,7 +1,7 @@
-"""The controller: sends a graph server's tasks to workers, resends lost and late ones, tunes their number.
+"""The controller sends the tasks of a graph server to workers, and sends lost and late tasks again.
 
-The graph server decides which rows it accepts, half by half. For the controller a task is done when all rows
-of one attempt have arrived; later attempts are duplicates.
+The controller also tunes the number of workers. The graph server decides which rows it accepts, half by half.
+For the controller a task is done when all rows of one attempt have arrived. Later attempts are duplicates.
 """
 
 import heapq
@@ -21,18 +21,20 @@ from dglx_dist.strategies.serverless.tasks import Direction, Task, TaskKey
 
 MOST_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
-"""200 Mbit/s: the share of a server's network per function, with 100 functions."""
+"""Share of a server's network per function with 100 functions: 200 Mbit/s."""
 _LEAST_POWER = 1 / 16
-_USUAL_FACTOR, _USUAL_KEEP = 5.0, 0.95
-"""A time-out is so many moving averages, in which the past has this weight."""
+_TIMEOUT_FACTOR = 5.0
+"""Factor of the moving average of durations that gives the time-out."""
+_WEIGHT_OF_PAST = 0.95
+"""Weight of earlier durations in the moving average."""
 _FIRST_S = 10.0
-"""Time-out before the first task of a kind has finished, because workers may have to start and import."""
+"""Time-out in seconds until the first task of a kind has finished. Workers may have to start and import."""
 _LEAST_S = 0.5
-"""Least time-out after the first task."""
+"""Least time-out in seconds after the first task."""
 _MAX_BACKOFF = 8.0
 """Largest factor of the time-outs of further attempts."""
 _TICK_S, _TUNE_S = 0.05, 1.0
-"""Intervals of the check for deaths and time-outs, and of tuning."""
+"""Seconds between two checks for deaths and time-outs, and between two steps of tuning."""
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -44,86 +46,112 @@ def most_workers(intervals: int, link_bytes_per_s: float | None = None) -> int:
 
 @final
 class Autotuner:
-    """Adapts the number of workers to the trend of the graph server's task queue; it starts at ``most``.
+    """Adapts the number of workers to the trend of the graph server's task queue, beginning with ``most``.
 
-    A growing queue means that workers produce more than the server's cores process: fewer workers. An empty
-    or quickly shrinking queue means that cores wait: more workers. The number is halved or doubled at first.
-    Each change of direction takes the root of the factor and three steps in one direction square it, so the
-    number settles where both sides keep up, and still follows a change.
+    If the queue grows, workers produce more than the server's cores process, and their number falls. If the
+    queue is empty or shrinks quickly, cores wait, and the number of workers rises. The factor is 2 at first.
+    Each change of direction takes its root, and three steps in one direction square it. So the number settles
+    where both sides keep up, and still follows a change.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = self.workers = most
+        self._most = most
+        self.workers = most
         """Current number of workers."""
         self._power = 1.0
-        self._last: float | None = None
-        self._direction, self._num_same = 0, 0
+        """Exponent of 2 in the factor of the next change."""
+        self._last_length: float | None = None
+        self._last_direction = 0
+        self._num_same_direction = 0
 
     def observe(self, queue: float) -> int:
-        """Take the length of the queue >= 0, at regular intervals; return the number of workers."""
-        before, self._last = self._last, queue
-        direction = 0 if before is None else self._trend(before, queue)
-        if direction:
-            self._adapt_step(direction)
-            target = round(self.workers * 2.0 ** (direction * self._power))
-            moved = max(target, self.workers + 1) if direction > 0 else min(target, self.workers - 1)
-            self.workers = min(max(moved, 1), self._most)
+        """Return the number of workers for a queue of length ``queue`` >= 0. Call it at regular intervals."""
+        last_length = self._last_length
+        self._last_length = queue
+        direction = 0
+        if last_length is not None:
+            direction = self._find_direction(last_length, queue)
+        if direction == 0:
+            return self.workers
+
+        # The number changes by at least 1, even if the factor is so small that the product rounds to it.
+        self._adapt_power(direction)
+        target = round(self.workers * 2.0 ** (direction * self._power))
+        if direction > 0:
+            self.workers = min(max(target, self.workers + 1), self._most)
+        else:
+            self.workers = max(min(target, self.workers - 1), 1)
         return self.workers
 
-    def _trend(self, before: float, queue: float) -> int:
-        # -1 for fewer workers, 1 for more. In a full pipeline the queue varies by a tenth of the workers.
+    def _find_direction(self, last_length: float, length: float) -> int:
+        """Return -1 if fewer workers are needed, 1 if more are needed, and 0 otherwise."""
+        # In a full pipeline the length varies by about a tenth of the number of workers.
         noise = max(1.0, self.workers / 10)
-        if queue - before > noise:
+        if length - last_length > noise:
             return -1
-        shrinks_fast = before - queue > max(noise, queue)
-        return 1 if queue == 0 or shrinks_fast else 0
+        shrinks_fast = last_length - length > max(noise, length)
+        return 1 if length == 0 or shrinks_fast else 0
 
-    def _adapt_step(self, direction: int) -> None:
-        if self._direction and direction != self._direction:
+    def _adapt_power(self, direction: int) -> None:
+        if direction == -self._last_direction:
             self._power = max(_LEAST_POWER, self._power / 2)
-            self._num_same = 0
-        self._num_same += 1
-        if self._num_same > 3:
+            self._num_same_direction = 0
+        self._num_same_direction += 1
+        if self._num_same_direction > 3:
             self._power = min(2 * self._power, 1.0)
-            self._num_same = 1
-        self._direction = direction
+            self._num_same_direction = 1
+        self._last_direction = direction
 
 
-def _timeout_s(average_s: float | None, attempt: int) -> float:
-    # Each further attempt has twice the time: if the machine is slow and the worker alive, relaunching slows
-    # it down further.
-    usual = _FIRST_S if average_s is None else max(_LEAST_S, _USUAL_FACTOR * average_s)
-    return usual * min(2.0**attempt, _MAX_BACKOFF)
+def _compute_timeout(average_s: float | None, attempt: int) -> float:
+    """Return the time-out of an attempt in seconds, where ``average_s`` is the usual duration, if known."""
+    timeout_s = _FIRST_S
+    if average_s is not None:
+        timeout_s = max(_LEAST_S, _TIMEOUT_FACTOR * average_s)
+    # Each further attempt has twice the time. If a worker is alive on a slow machine, one more worker would
+    # slow down the machine further.
+    return timeout_s * min(2.0**attempt, _MAX_BACKOFF)
 
 
 @dataclass
-class _Pending:
+class _PendingTask:
     task: Task
     """Newest attempt."""
     order: int
-    ready: float | None = None
-    """When its rows became ready."""
-    sent: dict[int, float] = field(default_factory=dict)
+    ready_at: float | None = None
+    """Time at which the rows became ready, or None if they are not."""
+    sent_at: dict[int, float] = field(default_factory=dict)
     """Time at which each attempt was sent."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the rows of the task are not ready yet."""
+        return self.ready_at is None
+
+    def run_seconds(self, attempt: int, now: float) -> float:
+        """Return how long ``attempt`` has had its rows. The attempt is sent and the rows are ready."""
+        assert self.ready_at is not None
+        return now - max(self.sent_at[attempt], self.ready_at)
 
 
 @final
 class Controller:
-    """Sends tasks to an executor: ready ones first, then the oldest epoch, then as launched. Thread-safe.
+    """Sends tasks to an executor. Ready tasks go first, then the oldest epoch, then as launched. Thread-safe.
 
-    At most ``workers`` tasks run, and at most ``workers`` - 1 of them are not ready. One worker is always
-    free for tasks that others wait for, which excludes deadlock.
+    At most ``workers`` tasks run, and at most ``workers`` - 1 of them are not ready. So one worker is always
+    free for a task that others wait for, which excludes deadlock.
 
-    Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
-    :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
-    ``observer`` is called with the key of each finished task and the times, by ``clock``, when its attempt
-    was sent, when its rows became ready, and now; on the thread that calls :meth:`finish`.
+    Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready. Call
+    :meth:`ready` when the rows are ready. The executor belongs to the caller, and its ``notice`` may call
+    :meth:`wake`.
 
     Args:
-        most: Upper bound of a tuned number of workers; see :func:`most_workers`.
-        workers: Maximum number of running tasks; 0: tuned, starting at ``most``.
-        retries: Further attempts at one task before the run fails.
+        most: Upper bound of a tuned number of workers. See :func:`most_workers`.
+        workers: Maximum number of running tasks. With 0 the number is tuned, starting at ``most``.
+        retries: Number of further attempts at one task before the run fails.
         prices: Defines how billed durations are rounded.
+        observer: Called on the thread that calls :meth:`finish`, with the key of the finished task, and with
+            the times, by ``clock``, when its attempt was sent, when its rows became ready, and now.
     """
 
     def __init__(
@@ -140,20 +168,22 @@ class Controller:
         self._executor = executor
         self._retries = retries
         self._prices = prices
-        self._clock, self._observer = clock, observer
+        self._clock = clock
+        self._observer = observer
         self._tuner = None if workers else Autotuner(most)
         self.workers = workers or most
         """Current maximum number of running tasks."""
-        self._pending: dict[TaskKey, _Pending] = {}
-        self._running: dict[TaskKey, _Pending] = {}
-        """Tasks whose newest attempt is sent."""
-        self._order = itertools.count()
+        self._pending: dict[TaskKey, _PendingTask] = {}
+        self._running: dict[TaskKey, _PendingTask] = {}
+        """Pending tasks with a sent newest attempt."""
+        self._launch_order = itertools.count()
         self._heap: list[tuple[bool, int, int, TaskKey]] = []
-        """Whether not ready, epoch, order, key. Entries of tasks that are done, running or now ready stay."""
-        self._averages: dict[tuple[int, Direction], float] = {}
-        """Moving average of the durations of each kind of task (step, direction)."""
-        self._queue: Callable[[], float] | None = None
-        self._tuned = clock()
+        """Entries of (is early, epoch, order, key). Outdated entries stay: their task is done, running, or
+        ready by now."""
+        self._average_s: dict[tuple[int, Direction], float] = {}
+        """Moving average of durations by step and direction."""
+        self._measure_queue: Callable[[], float] | None = None
+        self._tuned_at = clock()
         self._counts = Counts()
         self._lock = threading.Lock()
         self._awake = threading.Event()
@@ -168,59 +198,61 @@ class Controller:
 
     def watch(self, queue: Callable[[], float]) -> None:
         """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
-        self._queue = queue
+        self._measure_queue = queue
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
-        """Send ``task`` as soon as a worker is free; DglxError if the executor rejects it."""
+        """Send ``task`` as soon as a worker is free. Raises DglxError if the executor rejects it."""
         with self._lock:
             if task.key in self._pending:
                 raise ConfigError(f"task {task.key} was already launched; launch each task once")
-            work = _Pending(task, next(self._order), ready=self._clock() if ready else None)
-            self._pending[task.key] = work
-            self._enqueue(work)
+            ready_at = self._clock() if ready else None
+            pending = _PendingTask(task, next(self._launch_order), ready_at)
+            self._pending[task.key] = pending
+            self._enqueue(pending)
         self._send()
 
     def ready(self, key: TaskKey) -> None:
-        """Note that the rows of ``key`` are ready, which starts its time-out; ignores tasks that are done."""
+        """Note that the rows of ``key`` are ready, which starts its time-out. Ignore tasks that are done."""
         with self._lock:
-            work = self._pending.get(key)
-            if work is None or work.ready is not None:
+            pending = self._pending.get(key)
+            if pending is None or not pending.is_early:
                 return
-            work.ready = self._clock()
-            self._enqueue(work)
+            pending.ready_at = self._clock()
+            self._enqueue(pending)
         self._send()
 
     def finish(self, key: TaskKey, attempt: int) -> bool:
-        """Note that all rows of one attempt have arrived; return False for duplicates and unknown tasks."""
+        """Note that all rows of one attempt have arrived. Return False for duplicates and unknown tasks."""
         now = self._clock()
         with self._lock:
-            work = self._pending.pop(key, None)
-            if work is None:
+            # The task is over even if this attempt was never sent, because its rows have arrived.
+            pending = self._pending.pop(key, None)
+            if pending is None:
                 self._counts += Counts(refused=1)
                 return False
             self._running.pop(key, None)
 
-            # Also for an attempt number that was never sent: the rows have arrived, so the task must not run
-            # again because of a wrong number.
-            sent = work.sent.get(attempt, now)
-            ready = sent if work.ready is None else work.ready
-            if attempt in work.sent:
-                took = now - max(sent, ready)
-                kind = (key.step, key.direction)
-                before = self._averages.get(kind, took)
-                self._averages[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * took
+            sent_at = pending.sent_at.get(attempt, now)
+            if pending.ready_at is None:
+                pending.ready_at = sent_at
+            if attempt in pending.sent_at:
+                step_and_direction = (key.step, key.direction)
+                duration_s = pending.run_seconds(attempt, now)
+                average_s = self._average_s.get(step_and_direction, duration_s)
+                average_s = _WEIGHT_OF_PAST * average_s + (1 - _WEIGHT_OF_PAST) * duration_s
+                self._average_s[step_and_direction] = average_s
 
         if self._observer is not None:
-            self._observer(key, sent, ready, now)
+            self._observer(key, sent_at, pending.ready_at, now)
         self._send()
         return True
 
     def tick(self) -> None:
         """Relaunch lost and late tasks, count finished invocations, tune the number of workers, send tasks.
 
-        Raises PeerError if a task has used up its retries; other errors are the executor's.
+        Raises PeerError if a task has used up its retries, and other errors that the executor raises.
         """
-        self._count_ended()
+        self._count_finished()
         self._relaunch_lost()
         self._relaunch_late()
         self._tune()
@@ -228,7 +260,7 @@ class Controller:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Tick in a thread inside the context; :meth:`raise_if_failed` raises the thread's error."""
+        """Tick in a thread inside the context. :meth:`raise_if_failed` raises the thread's error."""
         self._stopped.clear()
         thread = threading.Thread(target=self._tick_until_stopped, name="lambda-controller", daemon=True)
         thread.start()
@@ -239,14 +271,14 @@ class Controller:
             self._stopped.set()
             self._awake.set()
             thread.join(_JOIN_TIMEOUT_S)
-            self._count_ended()
+            self._count_finished()
 
     def wake(self) -> None:
-        """Make the thread of :meth:`run` tick now; returns at once."""
+        """Make the thread of :meth:`run` tick now, and return at once."""
         self._awake.set()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended the thread of :meth:`run`, if any; see :meth:`tick`."""
+        """Raise the error that ended the thread of :meth:`run`, if any. See :meth:`tick`."""
         if self._failure is not None:
             raise self._failure
 
@@ -259,6 +291,7 @@ class Controller:
             try:
                 self.tick()
             except DglxError as error:
+                # The error is raised in the thread that calls raise_if_failed.
                 self._failure = error
                 return
             except Exception as error:  # noqa: BLE001 - raise_if_failed reports it
@@ -270,90 +303,98 @@ class Controller:
                 return
 
     def _send(self) -> None:
+        """Send all tasks that may be sent now."""
         with self._lock:
-            tasks = self._take()
+            tasks = self._take_tasks()
             self._counts += Counts(invocations=len(tasks))
-        # Outside the lock: an executor may run the task synchronously, which calls back.
+        # The lock is free here, because an executor may run a task at once, which calls the controller.
         for task in tasks:
             self._executor.invoke(task)
 
-    def _take(self) -> list[Task]:
-        # Returns the tasks that may be sent now, and marks them as running.
+    def _take_tasks(self) -> list[Task]:
+        """Return the tasks that may be sent now, and mark them as running. The caller holds the lock."""
         now = self._clock()
         tasks = list[Task]()
         while self._heap and len(self._running) < self.workers:
-            is_early, _, _, key = self._heap[0]
-            if is_early and self._num_early >= self.workers - 1:
+            was_early, _, _, key = self._heap[0]
+            if was_early and self._num_early >= self.workers - 1:
                 break
-            heapq.heappop(self._heap)
-            work = self._pending.get(key)
-            if work is not None and key not in self._running and is_early is (work.ready is None):
-                self._running[key] = work
-                work.sent[work.task.attempt] = now
-                tasks.append(work.task)
 
+            heapq.heappop(self._heap)
+            pending = self._pending.get(key)
+            if pending is None or key in self._running or pending.is_early != was_early:
+                continue  # The entry is outdated.
+            self._running[key] = pending
+            pending.sent_at[pending.task.attempt] = now
+            tasks.append(pending.task)
         return tasks
 
-    def _enqueue(self, work: _Pending) -> None:
-        key = work.task.key
-        heapq.heappush(self._heap, (work.ready is None, key.epoch, work.order, key))
+    def _enqueue(self, pending: _PendingTask) -> None:
+        key = pending.task.key
+        heapq.heappush(self._heap, (pending.is_early, key.epoch, pending.order, key))
 
     @property
     def _num_early(self) -> int:
-        return sum(work.ready is None for work in self._running.values())
+        return sum(pending.is_early for pending in self._running.values())
 
     def _relaunch_lost(self) -> None:
         for lost in self._executor.take_lost():
             with self._lock:
-                work = self._running.get(lost.key)
-                if work is not None and lost.attempt == work.task.attempt:
+                pending = self._running.get(lost.key)
+                if pending is not None and lost.attempt == pending.task.attempt:
                     self._counts += Counts(lost=1)
-                    self._again(work, lost.reason)
+                    self._relaunch(pending, lost.reason)
 
     def _relaunch_late(self) -> None:
         with self._lock:
             now = self._clock()
-            for work in list(self._running.values()):
-                if work.ready is None:
+            for pending in list(self._running.values()):
+                # The time of an attempt begins when its rows are ready.
+                if pending.is_early:
                     continue
-                took = now - max(work.sent[work.task.attempt], work.ready)
-                average = self._averages.get((work.task.key.step, work.task.key.direction))
-                allowed = _timeout_s(average, len(work.sent) - 1)
-                if took > allowed:
-                    self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
+                key = pending.task.key
+                average_s = self._average_s.get((key.step, key.direction))
+                limit_s = _compute_timeout(average_s, len(pending.sent_at) - 1)
+                run_s = pending.run_seconds(pending.task.attempt, now)
+                if run_s > limit_s:
+                    self._relaunch(
+                        pending, f"it gave no rows for {run_s:.3g} s; the limit is {limit_s:.3g} s"
+                    )
 
-    def _again(self, work: _Pending, reason: str) -> None:
-        key = work.task.key
-        if len(work.sent) > self._retries:
+    def _relaunch(self, pending: _PendingTask, reason: str) -> None:
+        """Enqueue the next attempt. Raises PeerError with ``reason`` if all attempts are used up."""
+        key = pending.task.key
+        num_attempts = len(pending.sent_at)
+        if num_attempts > self._retries:
             raise PeerError(
-                f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
-                "workers' output, or allow more attempts with the option retries"
+                f"no worker did task {key} in {num_attempts} attempts; the last: {reason}. "
+                "Check the workers' output, or allow more attempts with the option retries"
             )
 
         del self._running[key]
-        work.task = work.task.again()
-        self._enqueue(work)
+        pending.task = pending.task.again()
+        self._enqueue(pending)
         self._counts += Counts(relaunched=1)
 
-    def _count_ended(self) -> None:
+    def _count_finished(self) -> None:
         for invocation in self._executor.take_billed():
-            spent = billed_gb_seconds(invocation.duration_s, invocation.memory_mb, self._prices)
+            is_cold = invocation.cold
+            duration_s = invocation.duration_s
+            gb_s = billed_gb_seconds(duration_s, invocation.memory_mb, self._prices)
             with self._lock:
-                self._counts += Counts(
-                    cold=invocation.cold, warm=not invocation.cold, billed_s=invocation.duration_s, gb_s=spent
-                )
+                self._counts += Counts(cold=is_cold, warm=not is_cold, billed_s=duration_s, gb_s=gb_s)
 
     def _tune(self) -> None:
         now = self._clock()
-        if self._tuner is None or self._queue is None or now - self._tuned < _TUNE_S:
+        if self._tuner is None or self._measure_queue is None or now - self._tuned_at < _TUNE_S:
             return
-        self._tuned = now
-        number = self._tuner.observe(self._queue())
-        with self._lock:
-            # Tasks that wait for rows keep their workers; one more must remain for what they wait for.
-            number = max(number, self._num_early + 1)
-            changed = number != self.workers
-            self.workers = number
 
-        if changed:
-            self._executor.size(number)
+        self._tuned_at = now
+        num_workers = self._tuner.observe(self._measure_queue())
+        with self._lock:
+            # Tasks that wait for rows keep their workers. One more worker must run the tasks before them.
+            num_workers = max(num_workers, self._num_early + 1)
+            has_changed = num_workers != self.workers
+            self.workers = num_workers
+        if has_changed:
+            self._executor.size(num_workers)

@@ -35,7 +35,7 @@ class PriceTable:
     per_gb_second: _Dollars
     """Dollars per second of a function with 1 GB (1024 MB) of memory."""
     step_s: _Step
-    """Durations are rounded up to multiples of this."""
+    """Durations are rounded up to multiples of this number of seconds."""
     per_server_hour: Annotated[Mapping[str, _Dollars], Within(1, 10_000)]
     """Dollars per hour of one server, by instance type."""
 
@@ -46,7 +46,7 @@ class PriceTable:
             raise ConfigError(f"'date' = {self.date!r}; give a date like 2025-01-31") from None
 
     def server(self, kind: str) -> float:
-        """Return the dollars per hour of ``kind``; ConfigError if the table lacks it."""
+        """Return the dollars per hour of instance type ``kind``. Raises ConfigError if there is no price."""
         if kind not in self.per_server_hour:
             known = ", ".join(sorted(self.per_server_hour))
             hint = suggest_name(kind, self.per_server_hour)
@@ -59,7 +59,10 @@ class PriceTable:
 
 
 def prices(name: str = DEFAULT_PRICES) -> PriceTable:
-    """Return the table ``name``: "aws", "dorylus" (the paper's), or a JSON file with the same fields."""
+    """Return the price table "aws", "dorylus" (the paper's), or the one in the JSON file ``name``.
+
+    Raises ConfigError if there is no such table or file, or if the file is invalid.
+    """
     known = {table.name: table for table in _tables()}
     if name in known:
         return known[name]
@@ -79,8 +82,11 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
 def _tables() -> tuple[PriceTable, ...]:
     # Within a family the price is proportional to the number of cores.
     sizes = {"large": 1, "xlarge": 2, "2xlarge": 4, "4xlarge": 8, "9xlarge": 18}
-    families = {"c5": 0.085, "c5n": 0.108}
-    servers = {f"{name}.{size}": each * n for name, each in families.items() for size, n in sizes.items()}
+    servers = {}
+    for family, price_of_large in (("c5", 0.085), ("c5n", 0.108)):
+        for size, factor in sizes.items():
+            servers[f"{family}.{size}"] = price_of_large * factor
+    servers["p3.2xlarge"] = 3.06
     aws = PriceTable(
         name="aws",
         source="aws.amazon.com/lambda/pricing and /ec2/pricing/on-demand: us-east-1, x86, Linux",
@@ -88,7 +94,7 @@ def _tables() -> tuple[PriceTable, ...]:
         per_request=0.20 / 1e6,
         per_gb_second=0.0000166667,
         step_s=0.001,
-        per_server_hour={**servers, "p3.2xlarge": 3.06},
+        per_server_hour=servers,
     )
     dorylus = replace(
         aws,
@@ -104,29 +110,29 @@ def _tables() -> tuple[PriceTable, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counters of a controller, its functions and a graph server; those of several runs can be added."""
+    """Counters of a controller, its functions and a graph server. Counts of several runs can be added."""
 
     invocations: int = 0
-    """Attempts sent."""
+    """Number of attempts that were sent."""
     cold: int = 0
     """Finished invocations for which a worker had to start."""
     warm: int = 0
     """Finished invocations on a running worker."""
     relaunched: int = 0
     lost: int = 0
-    """Relaunches because of a dead worker, not a late one."""
+    """Relaunches because a worker died. Late workers are not counted here."""
     refused: int = 0
     """Duplicate results."""
     billed_s: float = 0.0
     """Seconds of the finished invocations, not rounded."""
     gb_s: float = 0.0
-    """Their GB-seconds (memory x duration), each duration rounded up to a step of the price table."""
+    """GB-seconds (memory x duration) of the finished invocations. Each duration is rounded up to a step."""
     server_seconds: float = 0.0
     """Seconds that graph servers trained, summed over the ranks."""
 
     @property
     def num_unbilled(self) -> int:
-        """Invocations of unknown duration: still running, killed, or not reported by the provider."""
+        """Number of invocations without a known duration, because they run, were killed or not reported."""
         return self.invocations - self.cold - self.warm
 
     def __add__(self, other: Counts) -> Counts:
@@ -139,14 +145,14 @@ class Bill:
     """Dollars of one run."""
 
     functions: float
-    """Dollars for their invocations and their time."""
+    """Dollars for the invocations of functions and for their time."""
     servers: float
     simulated: bool
     """Whether the functions ran elsewhere than at the provider, so that their dollars are an estimate."""
     prices: str
     """Name and date of the price table."""
     unknown: int = 0
-    """Invocations of unknown duration: ``functions`` is then a lower bound."""
+    """Number of invocations of unknown duration. If there are any, ``functions`` is a lower bound."""
 
     @property
     def total(self) -> float:
@@ -159,9 +165,11 @@ class Bill:
     @property
     def label(self) -> str:
         """Caption for the figures wherever they are shown."""
-        kind = "simulated: no function was paid for" if self.simulated else "functions on AWS"
-        missing = f"; at least, for {self.unknown} durations are not known" if self.unknown else ""
-        return f"{kind}; prices {self.prices}{missing}"
+        source = "simulated: no function was paid for" if self.simulated else "functions on AWS"
+        label = f"{source}; prices {self.prices}"
+        if self.unknown:
+            label += f"; at least, for {self.unknown} durations are not known"
+        return label
 
 
 def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> float:
@@ -170,10 +178,12 @@ def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> 
         raise ConfigError(f"an invocation took {duration_s} s; give seconds of at least 0")
     if memory_mb < 1:
         raise ConfigError(f"a function has {memory_mb} MB; give at least 1")
+
+    # Fractions are exact, while 0.1 s has no exact binary form. Less than a nanosecond is noise of the clock.
     step = Fraction(str(prices.step_s))
-    # Exact fractions, because 0.1 s has no exact binary form; below a nanosecond the clock is noise.
-    steps = math.ceil(Fraction(round(duration_s * 1e9), 10**9) / step)
-    return float(steps * step) * memory_mb / 1024
+    duration = Fraction(round(duration_s * 1e9), 10**9)
+    num_steps = math.ceil(duration / step)
+    return float(num_steps * step) * memory_mb / 1024
 
 
 def bill(
@@ -190,5 +200,7 @@ def bill(
 
 
 def dollars(amount: float) -> str:
-    """Format dollars: 12.3 -> "$12.30", 0.000123 -> "$0.000123"."""
-    return f"${amount:.2f}" if amount >= 1 or amount == 0 else f"${amount:.3g}"
+    """Format dollars: 12.3 becomes "$12.30", and 0.000123 becomes "$0.000123"."""
+    if amount >= 1 or amount == 0:
+        return f"${amount:.2f}"
+    return f"${amount:.3g}"

@@ -6,9 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor, nn, vmap
@@ -56,6 +55,8 @@ from dglx_dist.strategies.serverless.verify import check_program
 CLASS_LABEL = Slot(name="label", shape=(), per="node", dtype="int64")
 """Label of a classification."""
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+_GRAPH_KINDS = ("gather", "softmax")
+_TENSOR_KINDS = ("tensor", "drop")
 _IGNORED_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 _Depth: TypeAlias = int
@@ -68,7 +69,10 @@ _ONCE: _Depth = -1
 @final
 @dataclass
 class TensorPiece:
-    """Operations on rows of one kind without an operation of the graph between them."""
+    """Operations on rows of nodes or of edges, without an operation of the graph between them.
+
+    The dicts are ordered sets.
+    """
 
     per: Per
     inputs: dict[tuple[Value, End], None] = field(default_factory=dict)
@@ -82,10 +86,11 @@ class TensorPiece:
 
 @final
 class Cutter:
-    """Cuts a recording. A second one, of a graph of another size, tells sizes from other numbers.
+    """Cuts the first of two ``recordings``. The second has a graph of another size.
 
-    An operation runs as late as its result allows, so that few rows travel. Pieces are numbered by depth, the
-    number of operations of the graph before them.
+    A number that differs between the recordings is a size of the graph. An operation runs as late as its
+    result allows, so that few rows travel. The depth of a piece is the number of operations of the graph
+    before it.
     """
 
     def __init__(self, recordings: Sequence[Recording], scores: Value, edges_on_workers: bool | None) -> None:
@@ -94,84 +99,91 @@ class Cutter:
         self._twins = dict(zip(self._first.nodes, second.nodes, strict=True))
         needed = set(list_needed(scores))
         self._nodes = [node for node in self._first.nodes if not needed.isdisjoint(node.outputs)]
-        self._scores, self._edges_on_workers = scores, edges_on_workers
+        self._scores = scores
+        self._edges_on_workers = edges_on_workers
         self._depths = self._find_depths()
         self._pieces: dict[tuple[_Depth, Per], TensorPiece] = {}
         self._slots: dict[Value, Slot] = {}
-        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._num_names: defaultdict[str, int] = defaultdict(int)
+        """Number of names with each prefix."""
 
     @property
     def inputs(self) -> tuple[Slot, ...]:
         """The inputs that the model reads, and the features."""
-        return tuple(
-            self._slot_of(value)
-            for name, value in self._first.inputs.items()
-            if name == FEATURES or value in self._slots
-        )
+        slots = []
+        for name, value in self._first.inputs.items():
+            if name == FEATURES or value in self._slots:
+                slots.append(self._slot_of(value))
+        return tuple(slots)
 
     def cut(self) -> tuple[ProgramStep, ...]:
-        """Return the steps.
+        """Return the steps of the program.
 
-        Raises:
-            ConfigError: rows of one step depend on the number of rows, or travel in a dtype other than
-                floats and int64.
+        Raises ConfigError if rows of one step depend on the number of rows, or if rows that travel are
+        neither int64 nor of the features' dtype.
         """
         self._fill_pieces()
         graph_nodes: defaultdict[_Depth, list[Node]] = defaultdict(list)
         for node in self._nodes:
-            if node.kind in ("gather", "softmax"):
+            if node.kind in _GRAPH_KINDS:
                 graph_nodes[self._depths[node]].append(node)
-        last = self._depth_of(self._scores)
+
+        last_depth = self._depth_of(self._scores)
         steps: list[ProgramStep] = []
-        for depth in range(_ONCE, last + 1):
+        for depth in range(_ONCE, last_depth + 1):
             steps += [self._make_graph_step(node) for node in graph_nodes[depth]]
-            pers: tuple[Per, Per] = ("node", "edge")
-            for per in pers:
-                if (piece := self._pieces.get((depth, per))) is not None:
-                    is_last = depth == last and self._scores in piece.outputs
+            for per in get_args(Per):
+                piece = self._pieces.get((depth, per))
+                if piece is not None:
+                    is_last = depth == last_depth and self._scores in piece.outputs
                     steps.append(self._make_apply(piece, is_once=depth == _ONCE, is_last=is_last))
 
-        # The scores come last, beside pieces of the same depth.
+        # The step with the scores comes after other steps of its depth.
         steps.sort(key=lambda step: isinstance(step, Apply) and self._slots[self._scores] in step.outputs)
         return tuple(self._add_scatters(steps))
 
     # Depths.
 
     def _is_once(self, value: Value) -> bool:
-        if value.per != "edge" or not value.is_constant:
-            return value.per is not None and value.is_constant
-        # Wide rows of all edges would take more memory than the graph.
-        if math.prod(value.tensor.shape[1:]) > _MOST_EDGE_COLUMNS or value.maker is None:
-            return value.maker is None
-        sources = (source for source in value.maker.inputs if source.per == "edge")
-        return all(
-            (source.maker and source.maker.kind == "spread") or self._is_once(source) for source in sources
-        )
+        """True if ``value`` is computed once, before the first epoch, or is an input."""
+        if value.per is None or not value.is_constant:
+            return False
+        if value.per == "node" or value.maker is None:
+            return True
+        # Wide rows of all edges would take more memory than the graph, so they are computed in each epoch.
+        if math.prod(value.tensor.shape[1:]) > _MOST_EDGE_COLUMNS:
+            return False
+        for source in value.maker.inputs:
+            is_spread = source.maker is not None and source.maker.kind == "spread"
+            if source.per == "edge" and not is_spread and not self._is_once(source):
+                return False
+        return True
 
     def _find_depths(self) -> dict[Node, _Depth]:
-        early: dict[Value, _Depth] = {}
+        """Return the depth of each node with rows: the greatest depth that its readers allow."""
+        earliest: dict[Value, _Depth] = {}
         for node in self._nodes:
-            depth = max((early.get(value, 0) for value in node.inputs if value.per), default=0)
-            crosses = node.kind in ("gather", "softmax") or (
-                node.kind == "spread" and not node.outputs[0].is_constant
-            )
-            early |= dict.fromkeys(node.outputs, depth + crosses)
+            depth = max((earliest.get(value, 0) for value in node.inputs if value.per), default=0)
+            # Constant rows are known on all graph servers, so that reading them over edges needs no Scatter.
+            needs_scatter = node.kind == "spread" and not node.outputs[0].is_constant
+            if needs_scatter or node.kind in _GRAPH_KINDS:
+                depth += 1
+            earliest |= dict.fromkeys(node.outputs, depth)
 
         depths: dict[Node, _Depth] = {}
-        latest: dict[Value, _Depth] = {self._scores: early.get(self._scores, 0)}
+        latest: dict[Value, _Depth] = {self._scores: earliest.get(self._scores, 0)}
         for node in reversed(self._nodes):
             if all(value.per is None for value in node.outputs):
                 continue
-            if node.kind in ("gather", "softmax"):
-                depth = early[node.outputs[0]]
+            if node.kind in _GRAPH_KINDS:
+                depth = earliest[node.outputs[0]]
             else:
                 depth = min(latest[value] for value in node.outputs if value in latest)
 
             depths[node] = depth
-            before = depth - (node.kind in ("gather", "softmax", "spread"))
+            depth_of_inputs = depth - 1 if node.kind in (*_GRAPH_KINDS, "spread") else depth
             for value in node.inputs:
-                latest[value] = min(latest.get(value, before), before)
-
+                latest[value] = min(latest.get(value, depth_of_inputs), depth_of_inputs)
         return depths
 
     def _depth_of(self, value: Value) -> _Depth:
@@ -181,102 +193,105 @@ class Cutter:
     # Pieces.
 
     def _fill_pieces(self) -> None:
+        """Put each operation on rows into its piece, and make slots of the rows that pieces exchange."""
         for node in self._nodes:
-            if node.kind in ("tensor", "drop") and (per := node.outputs[0].per) is not None:
+            per = node.outputs[0].per
+            if node.kind in _TENSOR_KINDS and per is not None:
                 depth = _ONCE if self._is_once(node.outputs[0]) else self._depths[node]
-                piece = self._piece(depth, per)
+                piece = self._get_piece(depth, per)
                 piece.nodes.append(node)
                 for value in node.inputs:
                     if value.per is not None:
                         self._read(piece, value)
-            elif node.kind in ("gather", "softmax"):
+            elif node.kind in _GRAPH_KINDS:
                 for value in node.inputs:
                     self._materialise(value, self._depths[node] - 1)
         self._materialise(self._scores, self._depth_of(self._scores), is_scores=True)
 
-    def _piece(self, depth: _Depth, per: Per) -> TensorPiece:
+    def _get_piece(self, depth: _Depth, per: Per) -> TensorPiece:
         return self._pieces.setdefault((depth, per), TensorPiece(per))
 
-    def _home(self, value: Value) -> TensorPiece | None:
+    def _find_piece(self, value: Value) -> TensorPiece | None:
+        """Return the piece that computes ``value``, or None if no piece does."""
         maker = value.maker
-        if maker is None or maker.kind not in ("tensor", "drop") or value.per is None:
+        if maker is None or maker.kind not in _TENSOR_KINDS or value.per is None:
             return None
-        return self._pieces.get((_ONCE if self._is_once(value) else self._depths[maker], value.per))
+        depth = _ONCE if self._is_once(value) else self._depths[maker]
+        return self._pieces.get((depth, value.per))
 
     def _read(self, piece: TensorPiece, value: Value) -> None:
+        """Add ``value`` to the inputs of ``piece``, if the piece does not compute it."""
         if value.maker is not None and value.maker.kind == "spread":
             source, end = value.maker.inputs[0], value.maker.name
             self._materialise(source, 0)
             piece.inputs[source, end] = None  # type: ignore[index]
-        elif self._home(value) is not piece:
+        elif self._find_piece(value) is not piece:
             self._materialise(value, 0)
             piece.inputs[value, "row"] = None
 
     def _materialise(self, value: Value, depth: _Depth, *, is_scores: bool = False) -> None:
-        """Make ``value`` a slot. Without an operation of its own, a piece of ``depth`` passes it on."""
-        home = self._home(value)
+        """Make ``value`` a slot. A piece at ``depth`` copies a spread or scores that no piece computes."""
+        piece = self._find_piece(value)
         is_spread = value.maker is not None and value.maker.kind == "spread"
-        if home is not None:
-            home.outputs[value] = None
-        elif is_spread or is_scores:
-            piece = self._piece(depth, value.per or "node")
+        if piece is None and (is_spread or is_scores):
+            piece = self._get_piece(depth, value.per or "node")
             self._read(piece, value)
+        if piece is not None:
             piece.outputs[value] = None
-
         self._slot_of(value)
 
     def _slot_of(self, value: Value) -> Slot:
-        if value not in self._slots:
-            maker, per = value.maker, value.per
-            assert per is not None, "only rows travel"
-            dtype = value.tensor.dtype
-            if dtype not in (torch.int64, self._first.inputs[FEATURES].tensor.dtype):
-                raise ConfigError(
-                    f"{maker.module if maker else 'the model'} passes rows of {dtype} over edges; convert "
-                    f"them to the dtype of the weights, {OTHER_STRATEGY}"
-                )
+        """Return the slot of ``value``, a new one if it has none."""
+        if value in self._slots:
+            return self._slots[value]
 
-            name = value.name or self._name("h" if per == "node" else "m")
-            shape = tuple(value.tensor.shape[1:])
-            self._slots[value] = Slot(
-                name=name, shape=shape, per=per, dtype="" if dtype.is_floating_point else "int64"
+        assert value.per is not None, "only rows travel"
+        dtype = value.tensor.dtype
+        if dtype not in (torch.int64, self._first.inputs[FEATURES].tensor.dtype):
+            module = value.maker.module if value.maker else "the model"
+            raise ConfigError(
+                f"{module} passes rows of {dtype} over edges; convert them to the dtype of "
+                f"the weights, {OTHER_STRATEGY}"
             )
+        name = value.name or self._make_name("h" if value.per == "node" else "m")
+        shape = tuple(value.tensor.shape[1:])
+        slot_dtype: Any = "" if dtype.is_floating_point else "int64"
+        self._slots[value] = Slot(name=name, shape=shape, per=value.per, dtype=slot_dtype)
         return self._slots[value]
 
-    def _name(self, kind: str) -> str:
-        self._counts[kind] += 1
-        return f"{kind}{self._counts[kind]}"
+    def _make_name(self, prefix: str) -> str:
+        self._num_names[prefix] += 1
+        return f"{prefix}{self._num_names[prefix]}"
 
     # Steps.
 
     def _make_graph_step(self, node: Node) -> ProgramStep:
         output = self._slot_of(node.outputs[0])
         if node.kind == "softmax":
-            return Softmax(name=self._name("SM"), source=self._slots[node.inputs[0]].name, output=output)
+            source_slot = self._slots[node.inputs[0]]
+            return Softmax(name=self._make_name("SM"), source=source_slot.name, output=output)
         source, edges = (None if value is None else self._slots[value].name for value in node.arguments)
         how: Any = node.name
-        return Gather(name=self._name("GA"), source=source, edges=edges, how=how, output=output)
+        return Gather(name=self._make_name("GA"), source=source, edges=edges, how=how, output=output)
 
     def _make_apply(self, piece: TensorPiece, *, is_once: bool, is_last: bool) -> Apply:
         if not piece.inputs:
-            # New rows depend on nothing, but need a number.
-            piece.inputs[self._first.inputs[FEATURES], "row" if piece.per == "node" else "target"] = None
-            self._slot_of(self._first.inputs[FEATURES])
+            # The piece makes new rows. The features tell how many.
+            features = self._first.inputs[FEATURES]
+            piece.inputs[features, "row" if piece.per == "node" else "target"] = None
+            self._slot_of(features)
 
         writer = _BodyWriter(self._twin_values, self._twins, piece)
         body = writer.write()
-        place: Place = "once" if is_once else "server"
-        if not is_once and piece.per == "node" and (is_last or piece.has_product or writer.weights):
+        prefix = "AV" if piece.per == "node" else "AE"
+        place: Place = "server"
+        if is_once:
+            prefix = "ON"
+            place = "once"
+        elif self._runs_on_workers(piece, has_weights=bool(writer.weights), is_last=is_last):
             place = "worker"
-        if not is_once and piece.per == "edge":
-            on_workers = _moves_less_than_it_computes(piece)
-            if self._edges_on_workers is not None:
-                on_workers = self._edges_on_workers
-            place = "worker" if on_workers else "server"
-
-        kind = "AV" if piece.per == "node" else "AE"
         return Apply(
-            name=self._name("ON" if is_once else kind),
+            name=self._make_name(prefix),
             per=piece.per,
             place=place,
             inputs=tuple(Input(slot=self._slots[value].name, end=end) for value, end in piece.inputs),
@@ -285,18 +300,28 @@ class Cutter:
             body=body,
         )
 
+    def _runs_on_workers(self, piece: TensorPiece, *, has_weights: bool, is_last: bool) -> bool:
+        if piece.per == "node":
+            return is_last or piece.has_product or has_weights
+        if self._edges_on_workers is not None:
+            return self._edges_on_workers
+        return _moves_less_than_it_computes(piece)
+
     def _make_output(self, value: Value) -> Slot:
         slot = self._slots[value]
-        if value.maker is None or value.maker.kind not in ("tensor", "drop"):
-            # Passed on from another slot, under a name of its own.
-            slot = self._slots[value] = Slot(
-                name=self._name("h" if slot.per == "node" else "m"), shape=slot.shape, per=slot.per
-            )
+        if value.maker is None or value.maker.kind not in _TENSOR_KINDS:
+            # The piece copies an input, so the copy gets a name of its own.
+            name = self._make_name("h" if slot.per == "node" else "m")
+            slot = Slot(name=name, shape=slot.shape, per=slot.per)
+            self._slots[value] = slot
         return slot
 
     def _add_scatters(self, steps: Sequence[ProgramStep]) -> Iterator[ProgramStep]:
-        # Of slots that are read at sources of edges, unless graph servers compute or fetch their halo rows.
-        names = {name for step in steps for name in sources_of(step)}
+        """Yield ``steps``, and a Scatter after each step with rows that are read at sources of edges.
+
+        Rows need no Scatter if graph servers compute or fetch them for halo nodes, too.
+        """
+        read_slots = {name for step in steps for name in sources_of(step)}
         with_halo = {value.name for value in self._first.inputs.values()}
         trained = find_trained(steps)
         for step in steps:
@@ -305,13 +330,13 @@ class Cutter:
             if covers_halo(step, with_halo, trained):
                 with_halo.update(slot.name for slot in outputs)
                 continue
-            slots = tuple(slot.name for slot in outputs if slot.name in names and slot.per == "node")
+            slots = tuple(slot.name for slot in outputs if slot.name in read_slots and slot.per == "node")
             if slots:
-                yield Scatter(name=self._name("SC"), slots=slots)
+                yield Scatter(name=self._make_name("SC"), slots=slots)
 
 
 _EDGE_INTENSITY = 8.0
-"""Operations for each byte moved from which a step on edges pays on workers.
+"""Number of operations for each moved byte from which a step on edges is faster on workers.
 
 A graph server like the paper's c5.2xlarge makes some 20 G operations a second in such steps, and 100
 functions move 2.5 GB a second, 200 Mbit/s each (Dorylus, section 6)."""
@@ -319,24 +344,29 @@ functions move 2.5 GB a second, 200 Mbit/s each (Dorylus, section 6)."""
 
 def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
     """Return whether ``piece`` makes at least ``_EDGE_INTENSITY`` operations for each byte that it moves."""
-    rows = next(iter(piece.outputs)).tensor.shape[0]
-    computed = 0
+    num_operations = 0
     for node in piece.nodes:
+        operations_per_number = 1
+        if node.name.partition(".")[0] in PRODUCTS:
+            # A product of (n, k) and (k, m) multiplies and adds k times for each number.
+            operations_per_number = 2 * node.inputs[-2].tensor.shape[-1]
         for result in node.outputs:
-            inner = 1
-            if node.name.partition(".")[0] in PRODUCTS:
-                # A product of (n, k) and (k, m) multiplies and adds k times for each result.
-                inner = 2 * node.inputs[-2].tensor.shape[-1]
-            computed += inner * (result.tensor.numel() if isinstance(result.tensor, Tensor) else 0)
+            if isinstance(result.tensor, Tensor):
+                num_operations += operations_per_number * result.tensor.numel()
 
-    values = [*(value for value, _ in piece.inputs), *piece.outputs]
-    moved = sum(math.prod(value.tensor.shape[1:]) * value.tensor.element_size() for value in values)
-    return computed / rows >= _EDGE_INTENSITY * moved
+    bytes_per_row = 0
+    for value in (*(value for value, _ in piece.inputs), *piece.outputs):
+        bytes_per_row += math.prod(value.tensor.shape[1:]) * value.tensor.element_size()
+    num_rows = next(iter(piece.outputs)).tensor.shape[0]
+    return num_operations / num_rows >= _EDGE_INTENSITY * bytes_per_row
 
 
 @final
 class _BodyWriter:
-    """Writes the tensor program of a piece."""
+    """Writes the tensor program of a piece.
+
+    ``twin_values`` and ``twins`` have the values and the operations of the second recording.
+    """
 
     def __init__(
         self, twin_values: Mapping[Value, Value], twins: Mapping[Node, Node], piece: TensorPiece
@@ -345,33 +375,34 @@ class _BodyWriter:
         self._twins = twins
         self._piece = piece
         self.weights: dict[str, Value] = {}
-        """Weights that it reads, by the user's name."""
+        """Weights that the piece reads, by the user's name."""
         self._constants: list[Value] = []
         value, _ = next(iter(piece.inputs))
-        self._sizes = [len(rows.tensor) for rows in (value, twin_values[value])]
+        self._num_rows = [len(value.tensor), len(twin_values[value].tensor)]
+        """Number of rows of the piece in the two recordings."""
         if piece.per == "edge":
-            self._sizes = [num_edges for _, num_edges in SIZES]
+            self._num_rows = [num_edges for _, num_edges in SIZES]
 
     def write(self) -> TensorProgram:
-        helpers: dict[Node, None] = {}
+        nodes = set(self._piece.nodes)
         for node in self._piece.nodes:
             for value in node.inputs:
-                self._collect(value, helpers)
-        numbers: dict[Value, int] = {}
+                self._collect(value, nodes)
+
         inputs = [self._read_value(value, end) for value, end in self._piece.inputs]
+        numbers: dict[Value, int] = {}
         for value in (*inputs, *self.weights.values(), *self._constants):
             numbers[value] = len(numbers)
+
+        # Values are numbered one after another, in the order of the recording.
         next_number = len(numbers)
         operations = []
-        written = {*helpers, *self._piece.nodes}
         for node in self._twins:
-            if node not in written:
-                continue
-            results = range(next_number, next_number + len(node.outputs))
-            next_number = results.stop
-            operations.append(self._write_operation(node, numbers, tuple(results)))
-            numbers |= zip(node.outputs, results, strict=True)
-
+            if node in nodes:
+                results = range(next_number, next_number + len(node.outputs))
+                next_number = results.stop
+                operations.append(self._write_operation(node, numbers, tuple(results)))
+                numbers |= zip(node.outputs, results, strict=True)
         return TensorProgram(
             inputs=tuple(tuple(value.tensor.shape[1:]) for value in inputs),
             weights=tuple(tuple(value.tensor.shape) for value in self.weights.values()),
@@ -380,8 +411,11 @@ class _BodyWriter:
             outputs=tuple(numbers[value] for value in self._piece.outputs),
         )
 
-    def _collect(self, value: Value, helpers: dict[Node, None]) -> None:
-        # What has no rows is computed in every piece that reads it.
+    def _collect(self, value: Value, nodes: set[Node]) -> None:
+        """Add the operations, weights and constants on which ``value`` depends, if it has no rows.
+
+        A value without rows is computed in every piece that reads it.
+        """
         if value.per is not None:
             return
         if value.name:
@@ -389,17 +423,17 @@ class _BodyWriter:
         elif value.maker is None:
             if value not in self._constants:
                 self._constants.append(value)
-        elif value.maker not in helpers:
+        elif value.maker not in nodes:
             for source in value.maker.inputs:
-                self._collect(source, helpers)
-            helpers[value.maker] = None
+                self._collect(source, nodes)
+            nodes.add(value.maker)
 
     def _read_value(self, value: Value, end: End) -> Value:
-        """Return the value that stands for ``value`` at an end of edges."""
-        if end == "row":
-            return value
-        spreads = (node for node in self._twins if node.kind == "spread" and node.name == end)
-        return next((node.outputs[0] for node in spreads if node.inputs[0] is value), value)
+        """Return the spread of ``value`` to ``end`` of the edges, or ``value`` if there is no spread."""
+        for node in self._twins:
+            if node.kind == "spread" and node.name == end and node.inputs[0] is value:
+                return node.outputs[0]
+        return value
 
     def _write_operation(
         self, node: Node, numbers: Mapping[Value, int], results: tuple[int, ...]
@@ -414,22 +448,23 @@ class _BodyWriter:
         def write(argument: Any, twin_argument: Any) -> Any:
             return self._write_argument(node, argument, twin_argument, numbers)
 
-        keywords = {
-            name: write(value, twin.keywords[name])
-            for name, value in node.keywords.items()
-            if name not in _IGNORED_KEYWORDS
-        }
+        # Arguments that only describe the memory of a result have no meaning on a worker.
+        keywords = {}
+        for name, value in node.keywords.items():
+            if name not in _IGNORED_KEYWORDS:
+                keywords[name] = write(value, twin.keywords[name])
         arguments = tuple(map(write, node.arguments, twin.arguments))
         if node.name in ("view.default", "_unsafe_view.default"):
-            # -1 would be ambiguous without rows.
-            shapes = (list(made.outputs[0].tensor.shape) for made in (node, twin))
-            arguments = (arguments[0], write(*shapes))
-
+            # The shape is written in full, because -1 would be ambiguous without rows.
+            shape = list(node.outputs[0].tensor.shape)
+            twin_shape = list(twin.outputs[0].tensor.shape)
+            arguments = (arguments[0], write(shape, twin_shape))
         return Operation(name=node.name, arguments=arguments, keywords=keywords, results=results)
 
     def _write_argument(
         self, node: Node, argument: Any, twin_argument: Any, numbers: Mapping[Value, int]
     ) -> Any:
+        """Return an argument as JSON. A multiple of the number of rows becomes ``{"rows": multiple}``."""
         if isinstance(argument, list | tuple):
             pairs = zip(argument, twin_argument, strict=True)
             return [self._write_argument(node, item, twin, numbers) for item, twin in pairs]
@@ -443,9 +478,10 @@ class _BodyWriter:
             return argument
 
         if isinstance(argument, int) and isinstance(twin_argument, int):
-            (times, rest), (twin_times, twin_rest) = map(divmod, (argument, twin_argument), self._sizes)
-            if times == twin_times and not rest and not twin_rest:
-                return {"rows": times}
+            num_rows, twin_num_rows = self._num_rows
+            multiple = argument // num_rows
+            if argument == multiple * num_rows and twin_argument == multiple * twin_num_rows:
+                return {"rows": multiple}
 
         raise ConfigError(
             f"{node.module} computes with a number of the graph ({node.name}: {argument} on one graph, "
@@ -453,18 +489,16 @@ class _BodyWriter:
         )
 
     def _write_constant(self, value: Value) -> Constant:
-        tensor, twin = value.tensor, self._twin_values[value].tensor
-        is_equal = tensor.shape == twin.shape and torch.equal(tensor, twin)
+        tensor = value.tensor
+        twin_tensor = self._twin_values[value].tensor
+        is_equal = tensor.shape == twin_tensor.shape and torch.equal(tensor, twin_tensor)
         is_finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
-        if (
-            not (is_equal and is_finite)
-            or tensor.numel() > MAX_CONSTANT
-            or tensor.dtype not in _NAMES_OF_DTYPES
-        ):
+        fits = tensor.numel() <= MAX_CONSTANT and tensor.dtype in _NAMES_OF_DTYPES
+        if not (is_equal and is_finite and fits):
             raise ConfigError(
-                f"the model reads a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that is neither "
-                "features, data of edges nor a parameter, or is not finite; make it a parameter without "
-                f"gradient, {OTHER_STRATEGY}"
+                f"the model reads a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
+                "that is neither features, data of edges nor a parameter, or is not finite; "
+                f"make it a parameter without gradient, {OTHER_STRATEGY}"
             )
 
         numbers = tuple(map(float, tensor.detach().flatten().tolist()))
@@ -482,12 +516,12 @@ class Captured:
     """A captured model."""
 
     program: Program
-    """Its loss is a stand-in until :meth:`with_loss`."""
+    """The program, with a provisional loss until :meth:`with_loss`."""
     needs_in_edges: str
     """Layer that refuses nodes without in-edges, or ""."""
 
     def with_loss(self, loss: Loss, label: Slot, num_train: int = 1) -> Captured:
-        """Return the program that trains with ``loss``. ConfigError if that is not the mean over its rows."""
+        """Return the program with ``loss``. Raises ConfigError if ``loss`` is no mean over its rows."""
         body = capture_loss(loss, self.program.scores.shape, label, DTYPES[self.program.dtype])
         program = replace(self.program, loss=body, label=label, num_train=num_train)
         return replace(self, program=program)
@@ -534,84 +568,89 @@ def _add_up(scores: Tensor, labels: Tensor) -> Tensor:
 def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.dtype) -> TensorProgram:
     """Return the program from (n, ...) scores and labels to (n,) losses.
 
-    ``loss`` must be the mean of the losses of its rows. ConfigError if it is not.
+    Raises ConfigError if ``loss`` is not the mean of the losses of single rows.
     """
+    # There are at least as many rows as classes, so that each class has a row with its weight.
+    num_classes = math.prod(shape) if label.dtype else 1
     recordings = []
     results = []
-
-    # As many rows as classes, so that each has its own weight.
-    classes = math.prod(shape) if label.dtype else 1
-    for num_rows in (max(size, classes) for size, _ in SIZES):
+    for size, _ in SIZES:
+        num_rows = max(size, num_classes)
         generator = torch.Generator().manual_seed(num_rows)
         scores = torch.randn(num_rows, *shape, dtype=dtype, generator=generator)
-        labels = torch.arange(num_rows) % classes
+        labels = torch.arange(num_rows) % num_classes
         if not label.dtype:
             labels = torch.rand(num_rows, *label.shape, dtype=dtype, generator=generator)
         recording = Recording({})
         recording.add_input("scores", scores, "node")
         recording.add_input("labels", labels, "node")
-
-        try:
-            with torch.no_grad(), recording:
-                by_row: Tensor = vmap(partial(_loss_of_row, loss))(scores, labels)
-            mean = loss(scores, labels).detach()
-        except MODEL_ERRORS as error:
-            raise ConfigError(
-                f"the loss could not be called for one row of scores: {type(error).__name__}: {error}; give "
-                f"a function of tensors that returns the mean over rows, {OTHER_STRATEGY}"
-            ) from error
-
-        if not torch.allclose(by_row.mean(), mean, rtol=1e-4, atol=1e-6):
-            raise ConfigError(
-                f"the loss of {num_rows} rows is {float(mean):.6g}, but the mean over single rows "
-                f"is {float(by_row.mean()):.6g}. Strategy 'lambda' needs a mean over rows: divide a weighted "
-                "loss by the number of rows"
-            )
-
+        results.append(_record_loss(recording, loss, scores, labels))
         recordings.append(recording)
-        results.append(recording.value_of(by_row))
 
-    piece = TensorPiece(
-        "node", inputs=dict.fromkeys((value, "row") for value in recordings[0].inputs.values())
-    )
-    twins = pair_values(*recordings)
+    first, second = recordings
     needed = set(list_needed(results[0]))
-    piece.nodes = [
-        node
-        for node in recordings[0].nodes
-        if node.outputs[0].per == "node" and not needed.isdisjoint(node.outputs)
-    ]
-    piece.outputs[results[0]] = None
-    return _BodyWriter(twins, dict(zip(recordings[0].nodes, recordings[1].nodes, strict=True)), piece).write()
+    piece = TensorPiece("node", outputs={results[0]: None})
+    for value in first.inputs.values():
+        piece.inputs[value, "row"] = None
+    for node in first.nodes:
+        if node.outputs[0].per == "node" and not needed.isdisjoint(node.outputs):
+            piece.nodes.append(node)
+    twins = dict(zip(first.nodes, second.nodes, strict=True))
+    return _BodyWriter(pair_values(first, second), twins, piece).write()
 
 
-def _loss_of_row(loss: Loss, row: Tensor, label: Tensor) -> Tensor:
-    return loss(row[None], label[None]).reshape(())
+def _record_loss(recording: Recording, loss: Loss, scores: Tensor, labels: Tensor) -> Value:
+    """Record the losses of single rows and return their value. Raises ConfigError as :func:`capture_loss`."""
+
+    def compute_row_loss(row: Tensor, label: Tensor) -> Tensor:
+        return loss(row[None], label[None]).reshape(())
+
+    # vmap calls the loss for single rows, and the recording has operations on all rows.
+    try:
+        with torch.no_grad(), recording:
+            row_losses: Tensor = vmap(compute_row_loss)(scores, labels)
+        mean = loss(scores, labels).detach()
+    except MODEL_ERRORS as error:
+        raise ConfigError(
+            f"the loss could not be called for one row of scores: {type(error).__name__}: {error}; give "
+            f"a function of tensors that returns the mean over rows, {OTHER_STRATEGY}"
+        ) from error
+
+    if not torch.allclose(row_losses.mean(), mean, rtol=1e-4, atol=1e-6):
+        raise ConfigError(
+            f"the loss of {len(scores)} rows is {float(mean):.6g}, but the mean over single "
+            f"rows is {float(row_losses.mean()):.6g}. Strategy 'lambda' needs a mean over "
+            "rows: divide a weighted loss by the number of rows"
+        )
+    return recording.value_of(row_losses)
 
 
 def pair_values(first: Recording, second: Recording) -> dict[Value, Value]:
-    """Return the value of ``second`` for each of ``first``. ConfigError if they ran other operations."""
-    if [(node.kind, node.name) for node in first.nodes] != [(node.kind, node.name) for node in second.nodes]:
+    """Return the value of ``second`` for each value of ``first``.
+
+    Raises ConfigError if the recordings have other operations.
+    """
+    operations = [(node.kind, node.name) for node in first.nodes]
+    if operations != [(node.kind, node.name) for node in second.nodes]:
         raise ConfigError(
-            "the model runs other operations on a graph of another size; remove the condition, "
-            f"{OTHER_STRATEGY}"
+            "the model runs other operations on a graph of another size; remove the "
+            f"condition, {OTHER_STRATEGY}"
         )
-    return {
-        value: twin_value
-        for node, twin in zip(first.nodes, second.nodes, strict=True)
-        for value, twin_value in zip(
-            [*node.inputs, *node.outputs], [*twin.inputs, *twin.outputs], strict=True
-        )
-    }
+
+    twin_values: dict[Value, Value] = {}
+    for node, twin in zip(first.nodes, second.nodes, strict=True):
+        twin_values |= zip(node.inputs, twin.inputs, strict=True)
+        twin_values |= zip(node.outputs, twin.outputs, strict=True)
+    return twin_values
 
 
 def _check_parameters(model: nn.Module) -> None:
-    kinds = {parameter.dtype for parameter in model.parameters()}
-    if len(kinds) != 1 or not kinds <= {torch.float32, torch.float64}:
-        dtypes = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
         raise ConfigError(
-            f"the model's parameters are {dtypes}; strategy 'lambda' trains float32 or float64, all of one "
-            "dtype: call model.float()"
+            f"the model's parameters are {names}; strategy 'lambda' trains float32 or "
+            "float64, all of one dtype: call model.float()"
         )
 
     device = next(model.parameters()).device

@@ -7,11 +7,11 @@ Their arrays, for n own nodes, m halo nodes, E edges into own nodes and K heads,
 - ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32 and ``out_edges`` (E,) positions in CSC order,
   the same edges by source. Those of local id u are from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
 - ``rows`` (n + m, w) of sources.
-- ``values`` (E, K) of edges in CSC order, where K divides w, or None if all are 1.
+- ``values`` (E, K) factors of edges in CSC order, where K divides w, or None if all factors are 1.
 - ``first`` is the first node of ``out``, and ``nodes`` (k,) int32 are local ids.
 
 Every sum is in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
-There is one compiled version for values and one for None.
+A kernel is compiled once for arrays of values and once for None.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from dglx_dist.graph.row_kernels import read_ahead
 from dglx_dist.records import Array
 
 _AHEAD = 8
-"""Rows are prefetched this many edges ahead, where they are scattered in memory."""
+"""Number of edges between a prefetched row and the row in use. Rows are scattered in memory."""
 
 
 @njit(cache=True, nogil=True)
@@ -30,20 +30,22 @@ def gather(
 ) -> None:
     """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values.
 
-    ``rows`` are those of sources, or of these nodes' in-edges if ``sources`` is None.
+    ``rows`` has the rows of sources. If ``sources`` is None, it has the rows of these nodes' in-edges.
     """
     heads = 1 if values is None else values.shape[1]
     width = rows.shape[1] // heads
-    begin, last_edge = indptr[first], indptr[first + out.shape[0]]
+    first_edge = indptr[first]
+    end_edge = indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
         out[i, :] = 0
         for edge in range(indptr[first + i], indptr[first + i + 1]):
-            if sources is not None and edge + _AHEAD < last_edge:
+            if sources is not None and edge + _AHEAD < end_edge:
                 read_ahead(rows, sources[edge + _AHEAD])
+
+            source = edge - first_edge if sources is None else sources[edge]
             for head in range(heads):
-                # Slices, because indices that might be negative keep the loop from becoming vector code.
+                # Slices let the compiler make vector code. Indices might be negative, which prevents that.
                 total = out[i, head * width : (head + 1) * width]
-                source = edge - begin if sources is None else sources[edge]
                 row = rows[source, head * width : (head + 1) * width]
                 if values is None:
                     for column in range(width):
@@ -66,23 +68,24 @@ def pull_back(
 ) -> None:
     """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
 
-    This is Gather transposed. For the gradients of nodes ``places`` are ``out_targets``, and each gradient is
-    multiplied by the value of its edge. For gradients of edges they are ``out_edges``.
+    The function is the transpose of :func:`gather`. For gradients of nodes, ``places`` is ``out_targets``,
+    and each gradient is multiplied by the value of its edge. For gradients of edges, it is ``out_edges``.
     """
     heads = 1 if values is None else values.shape[1]
     width = gradients.shape[1] // heads
     for i in range(len(nodes)):
-        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
-            if values is not None and at + _AHEAD < len(out_edges):
-                read_ahead(values, out_edges[at + _AHEAD])
+        for position in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            if values is not None and position + _AHEAD < len(out_edges):
+                read_ahead(values, out_edges[position + _AHEAD])
+
             for head in range(heads):
                 total = out[i, head * width : (head + 1) * width]
-                row = gradients[places[at], head * width : (head + 1) * width]
+                row = gradients[places[position], head * width : (head + 1) * width]
                 if values is None:
                     for column in range(width):
                         total[column] += row[column]
                 else:
-                    value = values[out_edges[at], head]
+                    value = values[out_edges[position], head]
                     for column in range(width):
                         total[column] += value * row[column]
 
@@ -96,17 +99,18 @@ def edge_products(
     ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
     """
     width = rows.shape[1] // out.shape[1]
-    begin = indptr[first]
+    first_edge = indptr[first]
     for i in range(gradients.shape[0]):
         for edge in range(indptr[first + i], indptr[first + i + 1]):
             source = sources[edge]
             if edge + _AHEAD < len(sources):
                 read_ahead(rows, sources[edge + _AHEAD])
+
             for head in range(out.shape[1]):
                 total = out.dtype.type(0)
                 for column in range(head * width, (head + 1) * width):
                     total += gradients[i, column] * rows[source, column]
-                out[edge - begin, head] = total
+                out[edge - first_edge, head] = total
 
 
 @njit(cache=True, nogil=True)
@@ -115,18 +119,21 @@ def gather_extreme(
 ) -> None:
     """Write to ``out[i]``, (nodes, w), the largest or smallest row of the in-edges of node ``first + i``.
 
-    ``rows`` are those of sources, or of these nodes' in-edges if ``sources`` is None. ``best`` (nodes, w)
-    gets the position of the edge, the first of equal ones, or -1 without edges, where ``out`` is infinite.
+    ``rows`` has the rows of sources. If ``sources`` is None, it has the rows of these nodes' in-edges.
+    ``best`` (nodes, w) gets the position of the edge with the result, the first one of equal edges. A node
+    without edges gets -1 in ``best``, and an infinite ``out``.
     """
     out[:] = -np.inf if is_max else np.inf
     best[:] = -1
-    begin = indptr[first]
+    first_edge = indptr[first]
     for i in range(out.shape[0]):
         for edge in range(indptr[first + i], indptr[first + i + 1]):
-            row = rows[edge - begin] if sources is None else rows[sources[edge]]
+            row = rows[edge - first_edge] if sources is None else rows[sources[edge]]
             for column in range(out.shape[1]):
-                value, so_far = row[column], out[i, column]
-                if best[i, column] < 0 or (value > so_far if is_max else value < so_far):
+                value = row[column]
+                is_better = value > out[i, column] if is_max else value < out[i, column]
+                # The first edge counts even if its value is infinite or NaN.
+                if best[i, column] < 0 or is_better:
                     out[i, column] = value
                     best[i, column] = edge
 
@@ -141,10 +148,11 @@ def pull_back_extreme(
     nodes: Array,
     out: Array,
 ) -> None:
-    """Add to ``out[i]``, (k, w), the gradients of targets of ``nodes[i]`` that took their value from it."""
+    """Add to ``out[i]``, (k, w), the gradients of targets that took their value from ``nodes[i]``."""
     for i in range(len(nodes)):
-        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
-            target, edge = out_targets[at], out_edges[at]
+        for position in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            target = out_targets[position]
+            edge = out_edges[position]
             for column in range(out.shape[1]):
                 if best[target, column] == edge:
                     out[i, column] += gradients[target, column]
@@ -152,17 +160,22 @@ def pull_back_extreme(
 
 @njit(cache=True, nogil=True)
 def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
-    """Write to ``out`` the softmax of ``scores`` over the in-edges of each node, (edges, K) of these nodes.
+    """Write to ``out`` the softmax of ``scores`` over the in-edges of each node.
 
-    ``indptr`` is that of the graph, and ``first`` the first node. The number of edges tells the last.
+    Both are (edges, K) and have the in-edges of consecutive nodes from ``first`` on. Their length tells the
+    last of these nodes.
     """
-    begin, node = indptr[first], first
-    while indptr[node] - begin < len(scores):
-        start, end = indptr[node] - begin, indptr[node + 1] - begin
+    first_edge = indptr[first]
+    node = first
+    while indptr[node] - first_edge < len(scores):
+        start = indptr[node] - first_edge
+        end = indptr[node + 1] - first_edge
         for column in range(scores.shape[1]):
             largest = -np.inf
             for edge in range(start, end):
                 largest = max(largest, scores[edge, column])
+
+            # Subtracting the largest score keeps the exponentials finite, and cancels out in the quotient.
             total = 0.0
             for edge in range(start, end):
                 out[edge, column] = np.exp(scores[edge, column] - largest)
@@ -174,10 +187,15 @@ def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def softmax_gradient(indptr: Array, shares: Array, gradients: Array, first: int, out: Array) -> None:
-    """Write to ``out`` the gradient of the scores, from :func:`softmax`'s result and its gradient."""
-    begin, node = indptr[first], first
-    while indptr[node] - begin < len(shares):
-        start, end = indptr[node] - begin, indptr[node + 1] - begin
+    """Write to ``out`` the gradient of the scores. ``shares`` is the result of :func:`softmax`.
+
+    ``gradients`` is the gradient of ``shares``. All three are (edges, K), as in :func:`softmax`.
+    """
+    first_edge = indptr[first]
+    node = first
+    while indptr[node] - first_edge < len(shares):
+        start = indptr[node] - first_edge
+        end = indptr[node + 1] - first_edge
         for column in range(shares.shape[1]):
             total = 0.0
             for edge in range(start, end):

@@ -32,32 +32,33 @@ _MAX_LOCAL = 2**31 - 1
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerGraph:
-    """n own nodes with local ids 0 to n - 1, m halo nodes with ids up to n + m - 1, E edges into own nodes.
+    """Graph of one server: n own nodes, m halo nodes, and E edges into own nodes.
 
-    A halo node is a node of another graph server with an edge into an own node. The halo nodes of an owner
-    are in the order of their global ids, and so is the owner's list of them (:attr:`Part.boundary`). So a
-    position means the same row on both sides.
+    Own nodes have the local ids 0 to n - 1, and halo nodes have the local ids n to n + m - 1. A halo node
+    belongs to another graph server and has an edge into an own node. The halo nodes of an owner are in the
+    order of their global ids, and so is the owner's list in :attr:`Part.boundary`. So a position in these
+    lists means the same node on both servers.
     """
 
     rank: int
     starts: Array
     """(W + 1,) int64 global id of the first node of each graph server."""
     indptr: Array
-    """(n + 1,) int64."""
+    """(n + 1,) int64 positions in ``sources``, where the in-edges of each node begin."""
     sources: Array
-    """(E,) int32 local ids."""
+    """(E,) int32 local ids of the sources of in-edges."""
     halo: Array
-    """(m,) int64 global ids, ascending."""
+    """(m,) int64 global ids of halo nodes, ascending."""
     halo_starts: Array
-    """(W + 1,) int64: the halo nodes of server r are ``halo[halo_starts[r]:halo_starts[r + 1]]``."""
+    """(W + 1,) int64 bounds. Server r owns the halo nodes ``halo[halo_starts[r]:halo_starts[r + 1]]``."""
     out_indptr: Array
-    """(n + m + 1,) int64 of the same edges by source."""
+    """(n + m + 1,) int64 positions in ``out_targets``, where the out-edges of each local id begin."""
     out_targets: Array
-    """(E,) int32 own nodes."""
+    """(E,) int32 own nodes to which the edges lead, by source."""
     out_edges: Array
-    """(E,) int64 positions in the order of ``sources``."""
+    """(E,) int64 positions of the edges in ``sources``, by source."""
     first_edge: int = 0
-    """Global id of the first edge. The others have the ids after it, in the order of ``sources``."""
+    """Global id of the first edge. The next edges have the next ids, in the order of ``sources``."""
 
     @property
     def own_ids(self) -> Array:
@@ -84,17 +85,19 @@ class ServerGraph:
         return self.halo[self.halo_starts[owner] : self.halo_starts[owner + 1]]
 
     def own_positions(self, ids: Array, asker: int) -> Array:
-        """Return (k,) int32 local ids of the halo nodes of ``asker`` with the ascending global ``ids``.
+        """Return (k,) int32 local ids of the (k,) global ``ids``, which are halo nodes of server ``asker``.
 
-        Raises ConfigError if they are no ascending ids of this rank's nodes.
+        Raises ConfigError if ``ids`` are not ascending, or no nodes of this rank.
         """
         first = int(self.starts[self.rank])
         end = int(self.starts[self.rank + 1])
-        is_ascending = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
-        if not is_ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
+        is_valid = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
+        if is_valid and len(ids):
+            is_valid = first <= ids[0] and ids[-1] < end
+        if not is_valid:
             raise ConfigError(
-                f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
-                f"{end - 1}; check that both have the same partition"
+                f"graph server {asker} asked {self.rank} for rows that are not among its "
+                f"nodes {first} to {end - 1}; check that both have the same partition"
             )
 
         return (ids - first).astype(np.int32)
@@ -114,21 +117,23 @@ def local_graph(
     bounds = np.asarray(starts, dtype=np.int64)
     first = int(bounds[rank])
     end = int(bounds[rank + 1])
-    wide = sources.astype(np.int64, copy=False)
-    is_own = (wide >= first) & (wide < end)
-    halo = np.unique(wide[~is_own])
     num_own = end - first
+    global_ids = sources.astype(np.int64, copy=False)
+    is_own = (global_ids >= first) & (global_ids < end)
+    halo = np.unique(global_ids[~is_own])
     if num_own + len(halo) > _MAX_LOCAL:
         raise ConfigError(
             f"graph server {rank} has {num_own} own nodes and {len(halo)} halo nodes, but its "
             f"limit is {_MAX_LOCAL}; use more ranks"
         )
 
-    local_ids = np.empty(len(wide), dtype=np.int32)
-    local_ids[is_own] = wide[is_own] - first
-    local_ids[~is_own] = num_own + np.searchsorted(halo, wide[~is_own])
+    local_ids = np.empty(len(global_ids), dtype=np.int32)
+    local_ids[is_own] = global_ids[is_own] - first
+    local_ids[~is_own] = num_own + np.searchsorted(halo, global_ids[~is_own])
+
+    # Sort the edges by source. Edges of one source stay in the order of their targets.
     order = np.argsort(local_ids, kind="stable")
-    counts = np.bincount(local_ids, minlength=num_own + len(halo))
+    out_degrees = np.bincount(local_ids, minlength=num_own + len(halo))
     targets = np.repeat(np.arange(num_own, dtype=np.int32), np.diff(indptr))
     return ServerGraph(
         rank=rank,
@@ -137,7 +142,7 @@ def local_graph(
         sources=local_ids,
         halo=halo,
         halo_starts=np.searchsorted(halo, bounds),
-        out_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        out_indptr=np.concatenate([[0], np.cumsum(out_degrees)]).astype(np.int64),
         out_targets=targets[order],
         out_edges=order.astype(np.int64),
         first_edge=first_edge,
@@ -147,7 +152,7 @@ def local_graph(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """n own nodes in k intervals, m halo nodes, E in-edges, and the rows exchanged with W graph servers."""
+    """Graph of one server in k intervals, with the data that the program reads."""
 
     graph: ServerGraph
     bounds: Array
@@ -159,11 +164,11 @@ class Part:
     inputs: Mapping[str, Array]
     """The program's inputs by slot: (n + m, width) own rows, then halo rows, or (E, width) of edges."""
     labels: Array
-    """(n,) int32 classes, -1 for nodes that are not trained on, or (n, width) numbers, NaN for them."""
+    """(n,) int32 classes or (n, width) numbers. Nodes that are not trained on have -1 or NaN."""
 
     @cached_property
     def boundary_bounds(self) -> list[Array]:
-        """For each peer (k + 1,) int64. Interval i has ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
+        """For each peer (k + 1,) int64 bounds of the intervals in ``boundary[peer]``."""
         return [np.searchsorted(nodes, self.bounds) for nodes in self.boundary]
 
     @cached_property
@@ -175,18 +180,18 @@ class Part:
         ascending positions in the list of the peer's halo nodes, which is described in :class:`ServerGraph`.
         """
         graph = self.graph
-        # The out-edges of a node are in the order of their targets, so the last one has the last target.
+        # The out-edges of a node are in the order of their targets, so the last edge has the last target.
         last_edges = graph.out_indptr[graph.num_own + 1 :] - 1
         last_targets = graph.out_targets[last_edges]
-        sender = np.searchsorted(self.bounds, last_targets, side="right") - 1
+        senders = np.searchsorted(self.bounds, last_targets, side="right") - 1
+
         positions_of_peers = []
         for peer in range(graph.num_servers):
-            sender_of_peer = sender[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
+            senders_of_peer = senders[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
             # Sort the positions by interval, and cut the result where the next interval begins.
-            order = np.argsort(sender_of_peer, kind="stable").astype(np.int32)
-            cuts = np.searchsorted(sender_of_peer[order], np.arange(1, self.num_intervals))
+            order = np.argsort(senders_of_peer, kind="stable").astype(np.int32)
+            cuts = np.searchsorted(senders_of_peer[order], np.arange(1, self.num_intervals))
             positions_of_peers.append(np.split(order, cuts))
-
         return positions_of_peers
 
     @property
@@ -207,10 +212,11 @@ class Part:
 
 
 def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
-    """Cut n nodes into contiguous intervals balanced in nodes and in edges that come from outside.
+    """Cut n nodes into contiguous intervals that are balanced in nodes and in crossing edges.
 
-    Nodes and such edges each count for half of an interval's load. So no interval has more than twice the
-    mean of either, up to one node's share. The edges that cross depend on the cut, so it is refined.
+    A crossing edge comes from another interval or a halo node. Nodes and crossing edges each count for half
+    of an interval's load. So no interval has more than twice the mean of either, up to one node's share. The
+    crossing edges depend on the cut, so the cut is refined five times, and the best one is returned.
 
     Args:
         indptr: (n + 1,) int64 of the in-edges.
@@ -221,35 +227,43 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
         (k + 1,) int64 ``bounds``. Interval i has the nodes ``bounds[i]:bounds[i + 1]``.
     """
     num_nodes = len(indptr) - 1
-    even = num_nodes * np.arange(1, num_intervals) // num_intervals
-    bounds = np.array([0, *(round_rows(int(end)) for end in even), num_nodes], np.int64)
-    best, best_load = bounds, np.inf
+    even_ends = num_nodes * np.arange(1, num_intervals) // num_intervals
+    bounds = _round_bounds(even_ends, num_nodes)
+    best_bounds = bounds
+    best_load = np.inf
     for _ in range(5):
-        # The share of each node, half in nodes, half in edges; they sum to 1.
+        # The shares of all nodes in the load sum to 1.
         shares = np.full(num_nodes, 1 / max(num_nodes, 1))
-        crossing = crossing_edges(indptr, sources, bounds)
-        if num_crossing := crossing.sum():
-            shares = (shares + crossing / num_crossing) / 2
-        ends = np.cumsum(shares)
-        load = np.diff(np.concatenate([[0.0], ends])[bounds]).max()
+        num_crossing = crossing_edges(indptr, sources, bounds)
+        total_crossing = num_crossing.sum()
+        if total_crossing:
+            shares = (shares + num_crossing / total_crossing) / 2
+        share_ends = np.cumsum(shares)
+        load = np.diff(np.concatenate([[0.0], share_ends])[bounds]).max()
         if load < best_load:
-            best, best_load = bounds, load
+            best_bounds = bounds
+            best_load = load
 
-        # A node goes to the side where most of its share lies.
-        inner = np.searchsorted(ends - shares / 2, np.arange(1, num_intervals) / num_intervals)
-        bounds = np.array([0, *(round_rows(int(end)) for end in inner), num_nodes], np.int64)
+        # A node on a cut goes to the interval that has the middle of its share.
+        middles = share_ends - shares / 2
+        inner_ends = np.searchsorted(middles, np.arange(1, num_intervals) / num_intervals)
+        bounds = _round_bounds(inner_ends, num_nodes)
+    return best_bounds
 
-    return best
+
+def _round_bounds(inner_ends: Array, num_nodes: int) -> Array:
+    """Return the bounds of intervals with aligned rows, from the ends of all intervals but the last."""
+    return np.array([0, *(round_rows(int(end)) for end in inner_ends), num_nodes], np.int64)
 
 
 def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
-    """Return (n,) int64 numbers of in-edges whose source is in another interval or a halo node."""
+    """Return for each node, (n,) int64, the number of in-edges from other intervals or halo nodes."""
     num_nodes = len(indptr) - 1
-    interval_of = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
+    interval_of_node = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
     targets = np.repeat(np.arange(num_nodes), np.diff(indptr))
     is_own = sources < num_nodes
     crosses = ~is_own
-    crosses[is_own] = interval_of[sources[is_own]] != interval_of[targets[is_own]]
+    crosses[is_own] = interval_of_node[sources[is_own]] != interval_of_node[targets[is_own]]
     return np.bincount(targets[crosses], minlength=num_nodes).astype(np.int64)
 
 
@@ -261,25 +275,26 @@ PRELOAD = "preload"
 def read_structure(g: DistGraph) -> ServerGraph:
     """Return this rank's local graph. A server's nodes are split evenly over its ranks."""
     rank = g.session.topology.rank
-    starts = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology).starts
-    own = np.arange(starts[rank], starts[rank + 1], dtype=np.int64)
-    edges = g.structure(g.canonical_etypes[0]).ask("in_edges", own)
+    bounds = g.get_node_partition_policy(g.ntypes[0]).bounds
+    starts = RowOwners(bounds, g.session.topology).starts
+    own_ids = np.arange(starts[rank], starts[rank + 1], dtype=np.int64)
+    edges = g.structure(g.canonical_etypes[0]).ask("in_edges", own_ids)
     first_edge = int(edges.edge_ids[0]) if len(edges.edge_ids) else 0
     assert (np.diff(edges.edge_ids) == 1).all(), "edges are numbered by their targets"
     return local_graph(rank, starts, edges.indptr, edges.sources, first_edge)
 
 
 def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
-    """Return for each peer the (b,) int32 ascending own nodes that are its halo nodes.
+    """Return for each peer the own nodes that are halo nodes of the peer: (b,) int32, ascending.
 
-    Every rank must call it.
+    Every rank must call this function.
     """
     exchange = OneSidedExchange(session, HALO_IDS, "look at its output")
     barrier(session, "listing the halo nodes of all graph servers")
-    lists = {peer: [graph.halo_ids(peer)] for peer in range(graph.num_servers)}
-    exchange.post(0, "", lists, phase=PRELOAD)
-    received = exchange.mailbox.take(0, "", lists, "the list of its halo nodes")
-    return [graph.own_positions(ids, peer) for peer, (ids,) in received.items()]
+    halo_of_peers = {peer: [graph.halo_ids(peer)] for peer in range(graph.num_servers)}
+    exchange.post(0, "", halo_of_peers, phase=PRELOAD)
+    messages = exchange.mailbox.take(0, "", halo_of_peers, "the list of its halo nodes")
+    return [graph.own_positions(ids, peer) for peer, (ids,) in messages.items()]
 
 
 def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Array:
@@ -293,13 +308,14 @@ def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Ar
 def read_input(g: DistGraph, graph: ServerGraph, slot: Slot, dtype: str, feature: str) -> Array:
     """Return the rows of an input of the program: (n + m, width) of nodes, or (E, width) of edges.
 
-    Requests degrees of nodes and data of other servers. ``feature`` names the node data of the slot x.
+    ``feature`` names the node data of the slot x. Rows of other servers are requested from them.
     """
     if slot.name == FEATURES:
         return read_features(g, graph, feature, dtype)
     if slot.per == "node":
+        # The other inputs of nodes are the degrees.
         ids = torch.from_numpy(np.concatenate([graph.own_ids, graph.halo]))
-        degrees = (g.in_degrees if slot.name == "in_degrees" else g.out_degrees)(ids)
+        degrees = g.in_degrees(ids) if slot.name == "in_degrees" else g.out_degrees(ids)
         return np.ascontiguousarray(degrees.numpy(), np.int64)[:, None]
 
     name = slot.name.removeprefix(EDGE_DATA)
@@ -326,11 +342,12 @@ def open_part(g: DistGraph, captured: Captured, objective: Objective, targets: A
     sizes = gather_int64(np.diff(bounds), session).reshape(-1)
 
     def read() -> Part:
-        # Evaluation calls the layers themselves, which would raise only after training.
-        isolated = np.flatnonzero(np.diff(graph.indptr) == 0)
-        if captured.needs_in_edges and len(isolated):
+        # The layer itself would raise only after training, when evaluation calls it.
+        isolated_nodes = np.flatnonzero(np.diff(graph.indptr) == 0)
+        if captured.needs_in_edges and len(isolated_nodes):
+            node = int(graph.own_ids[isolated_nodes[0]])
             raise ConfigError(
-                f"node {int(graph.own_ids[isolated[0]])} has no in-edge, and {captured.needs_in_edges} "
+                f"node {node} has no in-edge, and {captured.needs_in_edges} "
                 "refuses such nodes; make it with allow_zero_in_degree=True, or add self-loops to the graph"
             )
         return Part(
@@ -349,7 +366,7 @@ def open_part(g: DistGraph, captured: Captured, objective: Objective, targets: A
 
 
 def check_columns(g: DistGraph, objective: Objective, program: Program) -> None:
-    """Raise ConfigError unless nodes have features and labels of the program's shapes."""
+    """Raise ConfigError if features or labels are missing, or if the features have another width."""
     for name in (objective.feature, objective.label):
         if name not in g.ndata:
             known = ", ".join(map(repr, g.ndata)) or "none"
@@ -365,24 +382,24 @@ def check_columns(g: DistGraph, objective: Objective, program: Program) -> None:
 def read_labels(g: DistGraph, own: Array, name: str, targets: Array, program: Program) -> Array:
     """Return the labels of the ``own`` nodes. See :class:`Part`.
 
-    Raises:
-        ConfigError: the label of a training node is no class of the model, or not finite.
+    Raises ConfigError if the label of a training node is no class of the model, or not finite.
     """
     labels = g.ndata[name][torch.from_numpy(own)].numpy()
-    # Checked before narrowing to int32: a label of 2**32 would become class 0.
+    # The check comes before the conversion to int32, in which a label of 2**32 would become class 0.
     if program.label.dtype:
-        classes = program.scores.shape[0]
-        wrong = np.flatnonzero(targets & ((labels < 0) | (labels >= classes)))
-        expected = f"the model has classes from 0 to {classes - 1}"
+        num_classes = program.scores.shape[0]
+        is_wrong = targets & ((labels < 0) | (labels >= num_classes))
+        expected = f"the model has classes from 0 to {num_classes - 1}"
     else:
         labels = labels.reshape(len(own), program.label.width).astype(program.dtype)
-        wrong = np.flatnonzero(targets & ~np.isfinite(labels).all(axis=1))
+        is_wrong = targets & ~np.isfinite(labels).all(axis=1)
         expected = "it must be finite"
 
-    if len(wrong):
+    if is_wrong.any():
+        node = int(is_wrong.argmax())  # the first wrong node
         raise ConfigError(
-            f"training node {int(own[wrong[0]])} has the label {labels[wrong[0]]}, but {expected}; remove "
-            "nodes without a label from the training nodes, or build the model with more classes"
+            f"training node {int(own[node])} has the label {labels[node]}, but {expected}; "
+            "remove nodes without a label from the training nodes, or build the model with more classes"
         )
 
     if program.label.dtype:

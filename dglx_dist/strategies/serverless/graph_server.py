@@ -61,17 +61,17 @@ class TaskKind(Enum):
     APPLY = "apply"
     """Run a tensor program here, forward or backward."""
     SCATTER = "scatter"
-    """Send boundary rows to halo nodes."""
+    """Send rows of boundary nodes to the graph servers where the nodes are halo nodes."""
     WORK = "work"
     """Run a tensor program on a worker, forward, backward or fused."""
     PUBLISH = "publish"
-    """Publish the gradient of a gathered row to its sources, and compute those of its edges."""
+    """Publish the gradient of a gathered row to the sources of its edges, and compute gradients of edges."""
     SOFTMAX_GRADIENT = "softmax_gradient"
     """Compute the gradient of a softmax."""
     SEND_BACK = "send_back"
     """Send the gradients of halo nodes to their owners."""
     COLLECT = "collect"
-    """Add gradients from out-edges to those of own rows."""
+    """Add the gradients that arrive over out-edges to the gradients of own rows."""
 
 
 class Barrier(Enum):
@@ -81,7 +81,7 @@ class Barrier(Enum):
     LOCAL = "local"
     """All intervals of this graph server have reached the task."""
     GLOBAL = "global"
-    """All intervals of all graph servers have."""
+    """All intervals of all graph servers have reached the task."""
 
 
 @final
@@ -99,28 +99,28 @@ class ScheduledTask:
 def epoch_schedule(program: Program) -> tuple[ScheduledTask, ...]:
     """Return the tasks of an epoch in order. One task does the last step forward and backward."""
     tasks: list[ScheduledTask] = []
-    barrier = Barrier.NONE
+    barrier_of_next = Barrier.NONE
     for index, step in enumerate(program.steps):
-        if (kind := _kind_of(step)) is not None:
-            tasks.append(ScheduledTask(kind, index, barrier=barrier))
-            barrier = Barrier.NONE
+        kind = _kind_of(step)
+        if kind is not None:
+            tasks.append(ScheduledTask(kind, index, barrier=barrier_of_next))
+            barrier_of_next = Barrier.NONE
+
         # Halo rows may be read only after a Scatter, or once every interval has computed its share of them.
         if isinstance(step, Scatter):
-            barrier = Barrier.GLOBAL
+            barrier_of_next = Barrier.GLOBAL
         elif kind is TaskKind.APPLY and program.covers_halo(step):
-            barrier = Barrier.LOCAL
+            barrier_of_next = Barrier.LOCAL
 
     tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
     for index in reversed(range(program.last)):
-        tasks += [
-            ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
-            for kind in _backward_kinds(program, program.steps[index])
-        ]
-
+        for kind in _backward_kinds(program, program.steps[index]):
+            barrier = _BACKWARD_BARRIERS.get(kind, Barrier.NONE)
+            tasks.append(ScheduledTask(kind, index, Direction.BACKWARD, barrier))
     return tuple(tasks)
 
 
-_BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barrier.GLOBAL}
+_BACKWARD_BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barrier.GLOBAL}
 
 
 def _kind_of(step: ProgramStep) -> TaskKind | None:
@@ -132,13 +132,14 @@ def _kind_of(step: ProgramStep) -> TaskKind | None:
 
 
 def _backward_kinds(program: Program, step: ProgramStep) -> tuple[TaskKind, ...]:
-    """Return the kinds of tasks that compute gradients of ``step``, if a trained weight gets one from it."""
+    """Return the kinds of tasks that compute gradients of ``step``, or () if no weight needs them."""
     has_weights = isinstance(step, Apply) and bool(step.weights)
     if not has_weights and program.trained_slots.isdisjoint(inputs_of(step)):
         return ()
     if isinstance(step, Apply):
         kind = _kind_of(step)
         return () if kind is None else (kind,)
+
     kinds = {
         Gather: (TaskKind.PUBLISH,),
         Softmax: (TaskKind.SOFTMAX_GRADIENT,),
@@ -157,18 +158,22 @@ class SubmitResult(Enum):
 
 
 class _OpenTask(NamedTuple):
-    rows: int
+    """A task of a worker that has not completed."""
+
+    num_rows: int
     arrays: Sequence[Array]
-    submitted: dict[int, Sequence[Array]]
+    """The arrays that the worker pulls."""
+    results: dict[int, Sequence[Array]]
+    """Submitted results by half."""
 
 
 HaloMessage: TypeAlias = tuple[int, list[Array]]
-"""A peer, and (r,) int32 positions in the list of halo nodes, which both sides have in the same order, and
-(r, width) rows of each slot."""
+"""A peer and its arrays: (r,) int32 positions in the list of halo nodes, and for each slot (r, width) rows.
+Both graph servers have the list in the same order."""
 
 
 class Parameters(Protocol):
-    """The parameter servers, for steps with weights that the graph server runs itself."""
+    """Access to the parameter servers, for steps with weights that the graph server runs itself."""
 
     def weights(self, key: TaskKey) -> list[Array]: ...
     def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> object: ...
@@ -178,7 +183,7 @@ class Parameters(Protocol):
 class GraphServer:
     """Executes the tasks of intervals, in order within an interval and concurrently across intervals.
 
-    No method but :meth:`compute` blocks, and that one only to call ``parameters``.
+    Only :meth:`compute` blocks, while it waits for ``parameters``.
 
     Args:
         run: Number of the run in its session, a part of task keys. Workers of other runs are rejected.
@@ -204,82 +209,92 @@ class GraphServer:
         self.schedule = epoch_schedule(program)
         """The tasks of each epoch."""
         self._rows = dict(part.inputs)
-        """The latest rows. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot of
-        edges has (E, width). Only its interval writes an own row."""
+        """The latest rows by slot. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot
+        of edges has (E, width). A row of an own node or edge is written only by its interval."""
 
-        # There is no lock, because in synchronous epochs barriers separate readers and writers. In
-        # asynchronous ones a row may be read while it is written. Then its columns are of two epochs, both
+        # The rows have no lock, because barriers separate readers and writers in synchronous epochs. In
+        # asynchronous epochs a row may be read while it is written. Then its columns are of two epochs, both
         # within the bound.
-        self._best: dict[int, Array] = {}
+        self._best_edges: dict[int, Array] = {}
         """(n, width) int64 edges from which each Gather of a maximum or minimum took its values."""
         self._published: dict[tuple[str, int, int], Array] = {}
-        """(slot, step, input) -> gradient that sources in the slot read: (n, width) of the results of a
-        Gather, or (E, width) of an Apply on edges."""
+        """Gradients that nodes in a slot get over their out-edges, by slot, step and input: (n, width) of the
+        results of a Gather, or (E, width) of an Apply on edges."""
         self._received: dict[tuple[str, int], Array] = {}
-        """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
+        """The last gradients of boundary rows by slot and sending peer: (b, width)."""
         self._allocate()
-        each = range(part.num_intervals)
 
-        # By interval: gradients by slot, and rows of sources by step and input.
-        self._gradients: list[dict[str, Array]] = [{} for _ in each]
-        self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in each]
+        intervals = range(part.num_intervals)
+        self._gradients: list[dict[str, Array]] = [{} for _ in intervals]
+        """For each interval, gradients by slot."""
+        self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in intervals]
+        """For each interval, rows of sources by step and slot, which forward keeps for backward."""
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
-        kinds = TaskKind.WORK, TaskKind.APPLY
         self.works = {
             (task.step, task.direction): TaskComputation(program, task.step, task.direction)
             for task in self.schedule
-            if task.kind in kinds
+            if task.kind in (TaskKind.WORK, TaskKind.APPLY)
         }
-        """Tensor tasks by step and direction."""
-        self._order = {kind: at for at, kind in enumerate(self.works)}
-        self._open: dict[TaskKey, _OpenTask] = {}
+        """Tensor tasks by step and direction, in the order of an epoch."""
+        self._order = {step_and_direction: index for index, step_and_direction in enumerate(self.works)}
+        self._open_tasks: dict[TaskKey, _OpenTask] = {}
         self._completed: dict[int, tuple[int, int]] = {}
-        """Interval -> epoch and order of the last worker task that is done."""
+        """Epoch and ``_order`` of the last completed task of a worker, by interval."""
         self._compute_constants()
 
     def _allocate(self) -> None:
-        graph, program = self.part.graph, self.program
-        for index, step in enumerate(program.steps):
+        """Allocate rows, published gradients and received gradients of all steps."""
+        graph = self.part.graph
+        for index, step in enumerate(self.program.steps):
             for slot in outputs_of(step):
                 length = len(graph.sources) if slot.per == "edge" else graph.num_own
-                has_halo = slot.name in program.slots_with_halo
-                self._rows[slot.name] = self._zeros(graph.num_local if has_halo else length, slot.name)
-            if isinstance(step, Gather):
-                if step.how != "sum":
-                    self._best[index] = np.full((graph.num_own, step.output.width), -1)
-                if step.source in program.trained_slots:
-                    self._published[step.source, index, 0] = self._zeros(graph.num_own, step.output.name)
-            elif isinstance(step, Apply):
-                for at, item in enumerate(step.inputs):
-                    if item.end == "source" and item.slot in program.trained_slots:
-                        self._published[item.slot, index, at] = self._zeros(len(graph.sources), item.slot)
+                if slot.name in self.program.slots_with_halo:
+                    length = graph.num_local
+                self._rows[slot.name] = self._make_zeros(length, slot.name)
+
+            self._allocate_published(index, step)
+            if isinstance(step, Gather) and step.how != "sum":
+                self._best_edges[index] = np.full((graph.num_own, step.output.width), -1)
             elif isinstance(step, Scatter):
-                for name in self._trained_slots(step):
+                for name in self._list_trained_slots(step):
                     for peer, nodes in enumerate(self.part.boundary):
-                        self._received[name, peer] = self._zeros(len(nodes), name)
+                        self._received[name, peer] = self._make_zeros(len(nodes), name)
+
+    def _allocate_published(self, index: int, step: ProgramStep) -> None:
+        graph = self.part.graph
+        trained_slots = self.program.trained_slots
+        if isinstance(step, Gather) and step.source in trained_slots:
+            gradients = self._make_zeros(graph.num_own, step.output.name)
+            self._published[step.source, index, 0] = gradients
+        elif isinstance(step, Apply):
+            for position, item in enumerate(step.inputs):
+                if item.end == "source" and item.slot in trained_slots:
+                    gradients = self._make_zeros(len(graph.sources), item.slot)
+                    self._published[item.slot, index, position] = gradients
 
     def _compute_constants(self) -> None:
+        """Compute the steps that run once before the first epoch."""
+        graph = self.part.graph
         for index, step in enumerate(self.program.steps):
             if isinstance(step, Apply) and step.place == "once":
-                graph = self.part.graph
-                all_rows = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
+                num_rows = graph.num_local if step.per == "node" else len(graph.sources)
                 work = TaskComputation(self.program, index, Direction.FORWARD)
-                self._compute_rows(step, work, all_rows, None)
+                self._compute_rows(step, work, slice(0, num_rows), None)
 
     def _compute_rows(
         self, step: Apply, work: TaskComputation, selection: slice, keys: RowKeys | None
     ) -> None:
-        """Compute the rows ``selection`` of a step without weights."""
-        own = slice(0, self.part.graph.num_own)
-        inputs = [self._read_rows(item.slot, item.end, own, selection) for item in step.inputs]
-        computed = work.half([], inputs, selection.stop - selection.start, keys)
-        for slot, rows in zip(step.outputs, computed.rows, strict=True):
+        """Compute and store the rows ``selection`` of a step without weights."""
+        own_nodes = slice(0, self.part.graph.num_own)
+        inputs = [self._read_rows(item.slot, item.end, own_nodes, selection) for item in step.inputs]
+        result = work.half([], inputs, selection.stop - selection.start, keys)
+        for slot, rows in zip(step.outputs, result.rows, strict=True):
             self._rows[slot.name][selection] = rows
 
-    def _zeros(self, length: int, slot: str) -> Array:
+    def _make_zeros(self, length: int, slot: str) -> Array:
         # Memory of torch is aligned, so that tasks of this process need not copy rows.
-        shape = length, self.program.slots[slot].width
+        shape = (length, self.program.slots[slot].width)
         rows: Array = torch.zeros(shape, dtype=DTYPES[self.program.dtype_of(slot)]).numpy()
         return rows
 
@@ -292,15 +307,15 @@ class GraphServer:
 
     def rows_of(self, interval: int, step: int) -> slice:
         """Return the own nodes, or the in-edges, on which ``step`` runs for ``interval``."""
-        of_edges = self._is_of_edges(step)
-        return self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
+        runs_on_edges = self._runs_on_edges(step)
+        return self.part.edges_of(interval) if runs_on_edges else self.part.nodes_of(interval)
 
     def first_id(self, step: int) -> int:
         """Return the global id of the first own row of ``step``."""
         graph = self.part.graph
-        return graph.first_edge if self._is_of_edges(step) else int(graph.starts[graph.rank])
+        return graph.first_edge if self._runs_on_edges(step) else int(graph.starts[graph.rank])
 
-    def _is_of_edges(self, step: int) -> bool:
+    def _runs_on_edges(self, step: int) -> bool:
         apply = self.program.steps[step]
         return isinstance(apply, Apply) and apply.per == "edge"
 
@@ -311,18 +326,9 @@ class GraphServer:
             case TaskKind.GATHER, Gather():
                 self._gather(interval, task.step, step)
             case TaskKind.SOFTMAX, Softmax():
-                edges = self.part.edges_of(interval)
-                first = self.part.nodes_of(interval).start
-                scores = self._rows[step.source][edges]
-                softmax(self.part.graph.indptr, scores, first, self._rows[step.output.name][edges])
+                self._compute_softmax(interval, step)
             case TaskKind.SOFTMAX_GRADIENT, Softmax():
-                edges = self.part.edges_of(interval)
-                first = self.part.nodes_of(interval).start
-                gradient = self._take_gradient(interval, step.output.name, edges)
-                result = self._zeros(len(gradient), step.source)
-                shares = self._rows[step.output.name][edges]
-                softmax_gradient(self.part.graph.indptr, shares, gradient, first, result)
-                self._add_gradient(interval, step.source, result)
+                self._compute_softmax_gradient(interval, step)
             case TaskKind.APPLY, Apply():
                 self._apply(interval, epoch, task, step)
             case TaskKind.PUBLISH, Gather():
@@ -332,76 +338,113 @@ class GraphServer:
             case _:
                 raise AssertionError(f"{task} is not computed here")
 
+    def _compute_softmax(self, interval: int, step: Softmax) -> None:
+        edges = self.part.edges_of(interval)
+        first_node = self.part.nodes_of(interval).start
+        scores = self._rows[step.source][edges]
+        softmax(self.part.graph.indptr, scores, first_node, self._rows[step.output.name][edges])
+
+    def _compute_softmax_gradient(self, interval: int, step: Softmax) -> None:
+        edges = self.part.edges_of(interval)
+        first_node = self.part.nodes_of(interval).start
+        shares = self._rows[step.output.name][edges]
+        gradient = self._take_gradient(interval, step.output.name, edges)
+        score_gradient = self._make_zeros(len(gradient), step.source)
+        softmax_gradient(self.part.graph.indptr, shares, gradient, first_node, score_gradient)
+        self._add_gradient(interval, step.source, score_gradient)
+
     def _apply(self, interval: int, epoch: int, task: ScheduledTask, step: Apply) -> None:
+        """Run a tensor task here, with weights from and gradients to the parameter servers if it has any."""
         work = self.works[task.step, task.direction]
         key = self.key_of(interval, epoch, task)
         weights = []
         if step.weights:
             assert self._parameters is not None, "a step with weights needs the parameter servers"
             weights = self._parameters.weights(key)
+
         selection = self.rows_of(interval, task.step)
         keys = None
         if work.drops:
-            keys = self._keys(epoch, np.arange(selection.start, selection.stop) + self.first_id(task.step))
+            ids = np.arange(selection.start, selection.stop) + self.first_id(task.step)
+            keys = self._make_keys(epoch, ids)
         arrays = self._take_inputs(interval, task)
-        computed = work.compute_halves(weights, arrays, selection.stop - selection.start, keys)
+        result = work.compute_halves(weights, arrays, selection.stop - selection.start, keys)
+
         if step.weights and work.pushes:
             assert self._parameters is not None
-            self._parameters.gradients(key, computed.gradients)
-        self._take_results(interval, key, work.given, computed.rows)
-
+            self._parameters.gradients(key, result.gradients)
+        self._store_results(interval, key, work.given, result.rows)
         if task.direction is Direction.FORWARD and self.program.covers_halo(step):
-            # Each interval computes a share of the halo nodes.
-            graph, count = self.part.graph, self.part.num_intervals
-            share = slice(graph.num_halo * interval // count, graph.num_halo * (interval + 1) // count)
-            halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
-            self._compute_rows(step, work, halo, self._keys(epoch, graph.halo[share]))
+            self._compute_halo_share(interval, epoch, step, work)
 
-    def _keys(self, epoch: int, ids: Array) -> RowKeys:
+    def _compute_halo_share(self, interval: int, epoch: int, step: Apply, work: TaskComputation) -> None:
+        """Compute ``step`` for the halo nodes that fall to ``interval``. Each interval has an even share."""
+        graph = self.part.graph
+        num_intervals = self.part.num_intervals
+        first = graph.num_halo * interval // num_intervals
+        end = graph.num_halo * (interval + 1) // num_intervals
+        # The rows of halo nodes come after those of own nodes.
+        selection = slice(graph.num_own + first, graph.num_own + end)
+        keys = self._make_keys(epoch, graph.halo[first:end])
+        self._compute_rows(step, work, selection, keys)
+
+    def _make_keys(self, epoch: int, ids: Array) -> RowKeys:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
+        """Let workers pull the inputs of ``task``."""
         arrays = self._take_inputs(interval, task)
         selection = self.rows_of(interval, task.step)
+        open_task = _OpenTask(selection.stop - selection.start, arrays, {})
         with self._lock:
-            opened = _OpenTask(selection.stop - selection.start, arrays, {})
-            self._open[self.key_of(interval, epoch, task)] = opened
+            self._open_tasks[self.key_of(interval, epoch, task)] = open_task
 
     @property
     def open_tasks(self) -> list[TaskKey]:
         """Tasks that workers have not completed."""
         with self._lock:
-            return sorted(self._open)
+            return sorted(self._open_tasks)
 
     def pull(self, key: TaskKey, half: int) -> list[Array]:
         """Return the arrays of half 0 or 1 of a task, TASK_OVER if it is done, or [] before it is open."""
         self._find_work(key)
         with self._lock:
-            if (task := self._open.get(key)) is not None:
-                return [array[half_rows(task.rows, half)] for array in task.arrays]
-            return [TASK_OVER] if self._is_complete(key) else []
+            task = self._open_tasks.get(key)
+            if task is None:
+                return [TASK_OVER] if self._is_complete(key) else []
+            return [array[half_rows(task.num_rows, half)] for array in task.arrays]
 
     def submit(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> SubmitResult:
-        """Accept a worker's results for half 0 or 1 of a task."""
+        """Accept a worker's results for half 0 or 1 of a task. The second half completes the task.
+
+        Raises ConfigError if the task is not open yet, or if ``arrays`` do not fit it.
+        """
         work = self._find_work(key)
         with self._lock:
-            task = self._open.get(key)
-            if task is None and not self._is_complete(key):
+            task = self._open_tasks.get(key)
+            if task is None:
+                if self._is_complete(key):
+                    return SubmitResult.LATE
                 raise ConfigError(f"rows of task {key} came before it began")
-            if task is None or half in task.submitted:
-                return SubmitResult.LATE if task is None else SubmitResult.AGAIN
-            check_payload(work.given, arrays, half_length(task.rows, half), f"what came of {key}")
-            task.submitted[half] = arrays
-            if len(task.submitted) < 2:
-                return SubmitResult.TAKEN
-            del self._open[key]
-            self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
+            if half in task.results:
+                return SubmitResult.AGAIN
 
-        joined = join_halves(work.given, task.submitted[0], task.submitted[1])
-        self._take_results(key.interval - self.part.first_interval, key, work.given, joined)
+            num_rows = half_length(task.num_rows, half)
+            check_payload(work.given, arrays, num_rows, f"what came of {key}")
+            task.results[half] = arrays
+            if len(task.results) < 2:
+                return SubmitResult.TAKEN
+            del self._open_tasks[key]
+            self._completed[key.interval] = (key.epoch, self._order[key.step, key.direction])
+
+        # The lock is free while the rows are copied. No other call has these rows.
+        joined_arrays = join_halves(work.given, task.results[0], task.results[1])
+        interval = key.interval - self.part.first_interval
+        self._store_results(interval, key, work.given, joined_arrays)
         return SubmitResult.LAST
 
     def _find_work(self, key: TaskKey) -> TaskComputation:
+        """Return the computation of ``key``. Raises ConfigError if workers have no such task here."""
         key.check_run(self.run)
         first = self.part.first_interval
         end = self.part.first_interval + self.part.num_intervals
@@ -411,32 +454,38 @@ class GraphServer:
             )
 
         work = self.works.get((key.step, key.direction))
-        step = self.program.steps[key.step] if work is not None else None
-        if work is None or not isinstance(step, Apply) or step.place != "worker":
-            raise ConfigError(f"task {key}: no worker does step {key.step} in this direction here")
-        return work
+        if work is not None:
+            step = self.program.steps[key.step]
+            if isinstance(step, Apply) and step.place == "worker":
+                return work
+        raise ConfigError(f"task {key}: no worker does step {key.step} in this direction here")
 
     def _is_complete(self, key: TaskKey) -> bool:
-        last = self._completed.get(key.interval)
-        return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
+        # The tasks of an interval complete in order, so all tasks up to the last completed one are over.
+        last_completed = self._completed.get(key.interval)
+        if last_completed is None:
+            return False
+        return (key.epoch, self._order[key.step, key.direction]) <= last_completed
 
     def halo_messages(self, interval: int, task: ScheduledTask) -> list[HaloMessage]:
         """Return the messages of a SCATTER or SEND_BACK task, one per graph server that needs rows."""
         step = self.program.steps[task.step]
         assert isinstance(step, Scatter)
         if task.kind is TaskKind.SEND_BACK:
-            return list(self._halo_gradients(interval, step))
+            return list(self._list_halo_gradients(interval, step))
+
         messages = []
-        for peer, selected, nodes in self._boundary(interval):
+        for peer, selection, nodes in self._list_boundaries(interval):
+            positions = np.arange(selection.start, selection.stop, dtype=np.int32)
             rows = [self._rows[name][nodes] for name in step.slots]
-            messages.append((peer, [np.arange(selected.start, selected.stop, dtype=np.int32), *rows]))
+            messages.append((peer, [positions, *rows]))
         return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Accept the positions and rows of a message of :meth:`halo_messages` of ``peer``.
+        """Store the positions and rows of a message of :meth:`halo_messages` of ``peer``.
 
-        Raises:
-            ConfigError: a Scatter does not send such arrays.
+        ``kind`` is SCATTER or SEND_BACK, and ``index`` is the step. Raises ConfigError if the step is no
+        Scatter, or does not send such arrays.
         """
         step = self.program.steps[index] if 0 <= index < len(self.program.steps) else None
         if not isinstance(step, Scatter) or not 0 <= peer < self.part.graph.num_servers:
@@ -444,37 +493,53 @@ class GraphServer:
                 f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
             )
 
-        graph = self.part.graph
-        is_gradient = kind is TaskKind.SEND_BACK
-        slots = self._trained_slots(step) if is_gradient else step.slots
-        first = 0 if is_gradient else graph.num_own + int(graph.halo_starts[peer])
-        size = len(self.part.boundary[peer]) if is_gradient else len(graph.halo_ids(peer))
-        positions = arrays[0] if arrays else np.empty(0)
-        shapes = [(positions.size, self.program.slots[name].width) for name in slots]
-        dtypes = [self.program.dtype_of(name) for name in slots]
-        expected = [((positions.size,), "int32"), *zip(shapes, dtypes, strict=True)]
-        actual = [(array.shape, array.dtype.name) for array in arrays]
-        if actual != expected or (positions.size and not 0 <= positions.min() <= positions.max() < size):
-            raise ConfigError(
-                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
-                f"below {size}; run the same version everywhere"
-            )
+        if kind is TaskKind.SEND_BACK:
+            slots = self._list_trained_slots(step)
+            self._check_message(peer, step, slots, arrays, len(self.part.boundary[peer]))
+            for name, gradients in zip(slots, arrays[1:], strict=True):
+                self._received[name, peer][arrays[0]] = gradients
+            return
 
-        for name, rows in zip(slots, arrays[1:], strict=True):
-            stored = self._received[name, peer] if is_gradient else self._rows[name]
-            stored[first + positions] = rows
+        graph = self.part.graph
+        self._check_message(peer, step, step.slots, arrays, len(graph.halo_ids(peer)))
+        local_ids = graph.num_own + int(graph.halo_starts[peer]) + arrays[0]
+        for name, rows in zip(step.slots, arrays[1:], strict=True):
+            self._rows[name][local_ids] = rows
+
+    def _check_message(
+        self, peer: int, step: Scatter, slots: Sequence[str], arrays: Sequence[Array], num_nodes: int
+    ) -> None:
+        """Raise ConfigError if ``arrays`` are not positions below ``num_nodes`` and rows of ``slots``."""
+        positions = arrays[0] if arrays else np.empty(0)
+        expected: list[tuple[tuple[int, ...], str]] = [((positions.size,), "int32")]
+        for name in slots:
+            shape = (positions.size, self.program.slots[name].width)
+            expected.append((shape, self.program.dtype_of(name)))
+
+        actual = [(array.shape, array.dtype.name) for array in arrays]
+        is_valid = actual == expected
+        # The range of positions can be tested only if the arrays have the right shapes.
+        if is_valid and positions.size:
+            is_valid = 0 <= positions.min() <= positions.max() < num_nodes
+        if not is_valid:
+            raise ConfigError(
+                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} "
+                f"with positions below {num_nodes}; run the same version everywhere"
+            )
 
     def statistics(self, epoch: int) -> tuple[float, int]:
         """Return and remove the sum of losses and the number of correct own nodes of ``epoch``."""
         with self._lock:
             by_interval = self._statistics.pop(epoch, {})
+        # The order of the intervals decides the bits of the sum.
         total = sum((by_interval[interval] for interval in sorted(by_interval)), np.zeros(2))
         return float(total[0]), int(total[1])
 
     def correct(self, epoch: int) -> int:
         """Return the number of correct own nodes of ``epoch`` so far."""
         with self._lock:
-            return int(sum(statistics[1] for statistics in self._statistics.get(epoch, {}).values()))
+            by_interval = self._statistics.get(epoch, {})
+            return int(sum(num_correct for _, num_correct in by_interval.values()))
 
     # Rows and gradients of an interval.
 
@@ -505,11 +570,12 @@ class GraphServer:
 
         Halo rows may change in between. So forward keeps the rows, and backward takes them.
         """
-        key = task.step, item.slot
-        if task.direction is Direction.FORWARD:
-            self._sources[interval][key] = self._read_rows(item.slot, item.end, nodes, selection)
-            return self._sources[interval][key]
-        return self._sources[interval].pop(key)
+        step_and_slot = (task.step, item.slot)
+        if task.direction is not Direction.FORWARD:
+            return self._sources[interval].pop(step_and_slot)
+        rows = self._read_rows(item.slot, item.end, nodes, selection)
+        self._sources[interval][step_and_slot] = rows
+        return rows
 
     def _read_rows(self, slot: str, end: str, nodes: slice, selection: slice) -> Array:
         """Return the rows of ``slot`` of the nodes or edges ``selection``, or of one end of these edges.
@@ -518,32 +584,41 @@ class GraphServer:
         """
         if end == "row":
             return self._rows[slot][selection]
-        graph = self.part.graph
-        if end == "source":
-            rows = torch.from_numpy(self._rows[slot])
-            sources: Array = rows.index_select(0, torch.from_numpy(graph.sources[selection])).numpy()
-            return sources
+        if end == "target":
+            return np.repeat(self._rows[slot][nodes], self._count_in_edges(nodes), axis=0)
 
-        degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
-        return np.repeat(self._rows[slot][nodes], degrees, axis=0)
+        rows = torch.from_numpy(self._rows[slot])
+        sources = torch.from_numpy(self.part.graph.sources[selection])
+        source_rows: Array = rows.index_select(0, sources).numpy()
+        return source_rows
 
-    def _take_results(self, interval: int, key: TaskKey, items: Sequence[Item], arrays: Arrays) -> None:
+    def _count_in_edges(self, nodes: slice) -> Array:
+        return np.diff(self.part.graph.indptr[nodes.start : nodes.stop + 1])
+
+    def _store_results(self, interval: int, key: TaskKey, items: Sequence[Item], arrays: Arrays) -> None:
+        """Store the results of a tensor task, where ``items`` describe ``arrays``."""
         selection = self.rows_of(interval, key.step)
         step = self.program.steps[key.step]
         assert isinstance(step, Apply)
-        places = iter(at for at, item in enumerate(step.inputs) if item.slot in self.program.trained_slots)
+        trained_inputs = [
+            position for position, item in enumerate(step.inputs) if item.slot in self.program.trained_slots
+        ]
+        # Gradients come in the order of these inputs, and a slot may be more than one input.
+        input_positions = iter(trained_inputs)
         for item, array in zip(items, arrays, strict=True):
             if item.role is Role.OUTPUT:
                 self._rows[item.slot][selection] = array
             elif item.role is Role.STATISTICS:
-                self._note(interval, key.epoch, array)
+                with self._lock:
+                    self._statistics.setdefault(key.epoch, {})[interval] = array
             else:
-                place = next(places)
+                position = next(input_positions)
                 if item.end == "source":
-                    self._published[item.slot, key.step, place][selection] = array
-                    continue
-                gradient = self._sum_edges(interval, array) if item.end == "target" else array
-                self._add_gradient(interval, item.slot, gradient)
+                    self._published[item.slot, key.step, position][selection] = array
+                elif item.end == "target":
+                    self._add_gradient(interval, item.slot, self._sum_edges(interval, array))
+                else:
+                    self._add_gradient(interval, item.slot, array)
 
     def _sum_edges(self, interval: int, rows: Array) -> Array:
         """Return the sums of (edges, width) ``rows`` of the interval over the in-edges of its nodes."""
@@ -553,114 +628,122 @@ class GraphServer:
         return sums
 
     def _take_gradient(self, interval: int, slot: str, selection: slice) -> Array:
+        """Return and remove the gradient of ``slot``. It is zero if no later step reads the slot."""
         gradient = self._gradients[interval].pop(slot, None)
-        if gradient is not None:
-            return gradient
-        # No later step reads the slot.
-        return self._zeros(selection.stop - selection.start, slot)
+        if gradient is None:
+            gradient = self._make_zeros(selection.stop - selection.start, slot)
+        return gradient
 
     def _add_gradient(self, interval: int, slot: str, gradient: Array) -> None:
         gradients = self._gradients[interval]
         gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient
 
     def _gather(self, interval: int, index: int, step: Gather) -> None:
-        nodes = self.part.nodes_of(interval)
-        edges = self.part.edges_of(interval)
+        """Reduce the rows of sources or edges for the nodes of ``interval``."""
         graph = self.part.graph
-
-        # Not in place, because other intervals may read the rows meanwhile.
-        result = self._zeros(nodes.stop - nodes.start, step.output.name)
-        of_edges = None if step.edges is None else self._rows[step.edges]
-        if step.how != "sum":
-            sources = None if step.source is None else graph.sources
-            rows = self._rows[step.edges or ""][edges] if step.source is None else self._rows[step.source]
-            best = self._best[index][nodes]
-            gather_extreme(graph.indptr, sources, rows, nodes.start, step.how == "max", result, best)
-        elif step.source is None:
-            result = self._sum_edges(interval, self._rows[step.edges or ""][edges])
+        nodes = self.part.nodes_of(interval)
+        sources: Array | None = graph.sources
+        if step.source is not None:
+            rows = self._rows[step.source]
         else:
-            gather(graph.indptr, graph.sources, of_edges, self._rows[step.source], nodes.start, result)
+            # Without sources, the kernels read the rows of the edges themselves.
+            assert step.edges is not None
+            rows = self._rows[step.edges][self.part.edges_of(interval)]
+            sources = None
 
+        # The result is not written in place, because other intervals may read the rows meanwhile.
+        result = self._make_zeros(nodes.stop - nodes.start, step.output.name)
+        if step.how != "sum":
+            best_edges = self._best_edges[index][nodes]
+            gather_extreme(graph.indptr, sources, rows, nodes.start, step.how == "max", result, best_edges)
+        else:
+            factors = None
+            if step.source is not None and step.edges is not None:
+                factors = self._rows[step.edges]
+            gather(graph.indptr, sources, factors, rows, nodes.start, result)
         self._rows[step.output.name][nodes] = result
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
+        """Compute the gradients of the rows that ``step`` gathered: of sources, and of edges."""
         nodes = self.part.nodes_of(interval)
-        edges = self.part.edges_of(interval)
-        graph = self.part.graph
         gradients = self._take_gradient(interval, step.output.name, nodes)
-        trained = self.program.trained_slots
-        if step.source is not None and step.source in trained:
+        trained_slots = self.program.trained_slots
+        if step.source is not None and step.source in trained_slots:
+            # Nodes of all intervals read these gradients over their out-edges.
             self._published[step.source, index, 0][nodes] = gradients
-        if step.edges is None or step.edges not in trained:
+        if step.edges is None or step.edges not in trained_slots:
             return
-        of_edges = self._zeros(edges.stop - edges.start, step.edges)
-        if step.source is not None:
-            rows = self._rows[step.source]
-            edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, of_edges)
-        else:
-            degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
-            of_edges = np.repeat(gradients, degrees, axis=0)
-            if step.how != "sum":
-                best_edges = np.repeat(self._best[index][nodes], degrees, axis=0)
-                of_edges *= best_edges == np.arange(edges.start, edges.stop)[:, None]
 
-        self._add_gradient(interval, step.edges, of_edges)
+        edges = self.part.edges_of(interval)
+        if step.source is not None:
+            graph = self.part.graph
+            edge_gradients = self._make_zeros(edges.stop - edges.start, step.edges)
+            rows = self._rows[step.source]
+            edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, edge_gradients)
+        else:
+            num_in_edges = self._count_in_edges(nodes)
+            edge_gradients = np.repeat(gradients, num_in_edges, axis=0)
+            if step.how != "sum":
+                # Only the edge that a maximum or minimum was taken from gets a gradient.
+                best_edges = np.repeat(self._best_edges[index][nodes], num_in_edges, axis=0)
+                edge_gradients *= best_edges == np.arange(edges.start, edges.stop)[:, None]
+        self._add_gradient(interval, step.edges, edge_gradients)
 
     def _collect(self, interval: int, step: Scatter) -> None:
+        """Add the gradients that come over out-edges, of own nodes and of peers, to those of ``interval``."""
         nodes = self.part.nodes_of(interval)
-        own = np.arange(nodes.start, nodes.stop, dtype=np.int32)
-        for name in self._trained_slots(step):
+        own_ids = np.arange(nodes.start, nodes.stop, dtype=np.int32)
+        for name in self._list_trained_slots(step):
             gradient = self._take_gradient(interval, name, nodes)
-            self._pull_back(name, own, gradient)
-            for peer, selected, of_peer in self._boundary(interval):
-                gradient[of_peer - nodes.start] += self._received[name, peer][selected]
+            self._pull_back(name, own_ids, gradient)
+            # All peers have sent their gradients, because the task has a global barrier.
+            for peer, selection, boundary_nodes in self._list_boundaries(interval):
+                gradient[boundary_nodes - nodes.start] += self._received[name, peer][selection]
             self._gradients[interval][name] = gradient
 
-    def _note(self, interval: int, epoch: int, statistics: Array) -> None:
-        with self._lock:
-            self._statistics.setdefault(epoch, {})[interval] = statistics
+    def _list_boundaries(self, interval: int) -> Iterator[tuple[int, slice, Array]]:
+        """Yield each peer that has halo nodes in ``interval``, their positions in its list, and local ids."""
+        boundaries = zip(self.part.boundary, self.part.boundary_bounds, strict=True)
+        for peer, (nodes, bounds) in enumerate(boundaries):
+            selection = slice(int(bounds[interval]), int(bounds[interval + 1]))
+            if selection.start < selection.stop:
+                yield peer, selection, nodes[selection]
 
-    def _boundary(self, interval: int) -> Iterator[tuple[int, slice, Array]]:
-        """Yield each peer with halo in ``interval``, the positions in its list, and the local ids."""
-        for peer, (nodes, bounds) in enumerate(
-            zip(self.part.boundary, self.part.boundary_bounds, strict=True)
-        ):
-            selected = slice(int(bounds[interval]), int(bounds[interval + 1]))
-            if selected.start < selected.stop:
-                yield peer, selected, nodes[selected]
-
-    def _halo_gradients(self, interval: int, step: Scatter) -> Iterator[HaloMessage]:
+    def _list_halo_gradients(self, interval: int, step: Scatter) -> Iterator[HaloMessage]:
+        """Yield the gradients of the halo nodes that ``interval`` returns to their owners."""
         graph = self.part.graph
         for peer in range(graph.num_servers):
             positions = self.part.returned_positions[peer][interval]
-            if len(positions):
-                halo = positions + np.int32(graph.num_own + graph.halo_starts[peer])
-                rows = []
-                for name in self._trained_slots(step):
-                    rows.append(self._zeros(len(positions), name))
-                    self._pull_back(name, halo, rows[-1])
-                yield peer, [positions, *rows]
+            if not len(positions):
+                continue
+
+            halo_ids = positions + np.int32(graph.num_own + graph.halo_starts[peer])
+            gradients = []
+            for name in self._list_trained_slots(step):
+                gradient = self._make_zeros(len(positions), name)
+                self._pull_back(name, halo_ids, gradient)
+                gradients.append(gradient)
+            yield peer, [positions, *gradients]
 
     def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:
         """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
         graph = self.part.graph
-        for (source, index, _), gradients in self._published.items():
-            if source != slot:
+        out_indptr, out_edges = graph.out_indptr, graph.out_edges
+        for (published_slot, index, _), gradients in self._published.items():
+            if published_slot != slot:
                 continue
+
             step = self.program.steps[index]
-            places = graph.out_edges
-            values = None
-            if isinstance(step, Gather):
-                if step.how != "sum":
-                    best = self._best[index]
-                    pull_back_extreme(
-                        graph.out_indptr, graph.out_targets, graph.out_edges, best, gradients, nodes, out
-                    )
-                    continue
-                places = graph.out_targets
-                values = None if step.edges is None else self._rows[step.edges]
+            if not isinstance(step, Gather):
+                # An Apply on edges has a gradient for each edge.
+                pull_back(out_indptr, out_edges, out_edges, None, gradients, nodes, out)
+            elif step.how == "sum":
+                factors = None if step.edges is None else self._rows[step.edges]
+                pull_back(out_indptr, graph.out_targets, out_edges, factors, gradients, nodes, out)
+            else:
+                best_edges = self._best_edges[index]
+                targets = graph.out_targets
+                pull_back_extreme(out_indptr, targets, out_edges, best_edges, gradients, nodes, out)
 
-            pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
-
-    def _trained_slots(self, step: Scatter) -> list[str]:
+    def _list_trained_slots(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained_slots]

@@ -20,11 +20,7 @@ DEFAULT_SERVER = "c5.2xlarge"
 @final
 @dataclass(frozen=True, kw_only=True)
 class LambdaOptions:
-    """The user's options.
-
-    Raises:
-        ConfigError: a value is out of range, or conflicts with another one.
-    """
+    """The user's options. Raises ConfigError if a value is out of range, or conflicts with another one."""
 
     mode: Mode = option("pipe", "no_pipe: one phase at a time; pipe: exact; async: no barriers.")
     staleness: int = option(0, "S of async: lead over the slowest interval.", check=between(0, 1000))
@@ -50,7 +46,7 @@ class LambdaOptions:
     interface: str = field(default="", repr=False)
     """Network interface on which a run of one rank answers workers, or "" for loopback only.
 
-    With several ranks, workers use the address at which ranks reach each other."""
+    With several ranks, workers use the addresses of the ranks among each other."""
     executor_options: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,13 +54,13 @@ class LambdaOptions:
         for name, value in (("staleness", self.staleness), ("switch_at", self.switch_at)):
             if value and self.mode != "async":
                 raise ConfigError(
-                    f"option {name}={value} has no meaning with mode={self.mode!r}, which has a barrier at "
-                    "every Scatter; add mode='async', or leave it out"
+                    f"option {name}={value} has no meaning with mode={self.mode!r}, which has "
+                    "a barrier at every Scatter; add mode='async', or leave it out"
                 )
 
     @cached_property
     def price_table(self) -> PriceTable:
-        # Read once, so that the bill at the end of a long run does not need the user's file.
+        # The table is read once, so that the bill at the end of a long run does not need the user's file.
         return prices(self.prices)
 
     @property
@@ -74,13 +70,21 @@ class LambdaOptions:
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
-    """Read all options: those of the strategy, and the executor's own."""
+    """Read the options of the strategy and those of its executor. Raises ConfigError if one is invalid."""
     names = [declared.name for declared in fields(LambdaOptions) if declared.name != "executor_options"]
-    own_options = {name: value for name, value in options.items() if name in names}
-    executor_options = {name: value for name, value in options.items() if name not in names}
-    parsed = read_options("strategy 'lambda'", LambdaOptions, own_options, names)
+    # Options with other names belong to the executor.
+    strategy_options = {}
+    executor_options = {}
+    for name, value in options.items():
+        if name in names:
+            strategy_options[name] = value
+        else:
+            executor_options[name] = value
+
+    parsed = read_options("strategy 'lambda'", LambdaOptions, strategy_options, names)
     parsed = replace(parsed, executor_options=executor_options)
+    # An unknown server type raises here, and not when the bill is written.
     parsed.price_table.server(parsed.server)
-    known = EXECUTORS.get(parsed.executor).option_names
-    check_names(f"strategy 'lambda' with executor={parsed.executor!r}", executor_options, [*names, *known])
+    known_names = [*names, *EXECUTORS.get(parsed.executor).option_names]
+    check_names(f"strategy 'lambda' with executor={parsed.executor!r}", executor_options, known_names)
     return parsed

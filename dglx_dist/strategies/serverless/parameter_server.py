@@ -21,42 +21,41 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
     """Assign each interval to the least loaded server, largest intervals first (Dorylus, section 5.1).
 
     The result depends only on the arguments, so the order of the sum of gradients never depends on timing.
-    Every server gets an interval; ConfigError if there are more servers than intervals.
+    Every server gets an interval. Raises ConfigError if there are more servers than intervals.
 
     Args:
-        sizes: (K,) rows of each interval; 0 is allowed.
+        sizes: (K,) number of rows of each interval, possibly 0.
 
     Returns:
         (K,) int64 server of each interval.
     """
     if not 1 <= num_servers <= len(sizes):
         raise ConfigError(
-            f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to {len(sizes)}, or more "
-            "intervals"
+            f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to "
+            f"{len(sizes)}, or more intervals"
         )
 
     loads = [0] * num_servers
-    server_of = np.zeros(len(sizes), dtype=np.int64)
-    for interval in sorted(range(len(sizes)), key=lambda index: (-int(sizes[index]), index)):
+    server_of_interval = np.zeros(len(sizes), dtype=np.int64)
+    for interval in sorted(range(len(sizes)), key=lambda interval: (-int(sizes[interval]), interval)):
         server = loads.index(min(loads))
-        # + 1 for the fixed cost of a task; it also spreads empty intervals.
+        # The 1 stands for the fixed cost of a task, and spreads empty intervals over the servers.
         loads[server] += int(sizes[interval]) + 1
-        server_of[interval] = server
-
-    return server_of
+        server_of_interval[interval] = server
+    return server_of_interval
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPlan:
-    """Weights of a program and the server of each interval; equal on all ranks."""
+    """Weights of a program and the server of each interval. All ranks have equal plans."""
 
     program: Program
     server_of_interval: Array
-    """(K,) int64; see :func:`assign`."""
+    """(K,) int64 server of each interval, see :func:`assign`."""
     staleness: int = 0
-    """S: an interval may begin epoch e after e - S updates."""
+    """The bound S. An interval may begin epoch e after e - S updates."""
     first_epoch: int = 0
-    """Next epoch; above 0 when training resumes from a checkpoint."""
+    """Next epoch, which is above 0 when training resumes from a checkpoint."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -65,7 +64,7 @@ class ParameterPlan:
 
     @cached_property
     def steps(self) -> dict[int, list[str]]:
-        """Index of each step with weights -> their names. Steps may share a weight."""
+        """Names of the weights of each step that has any. Steps may share a weight."""
         return {index: list(self.program.weights_of(index)) for index in self.program.weighted_steps}
 
     @property
@@ -74,7 +73,7 @@ class ParameterPlan:
 
     @property
     def num_intervals(self) -> int:
-        """K, over all graph servers."""
+        """Number K of intervals of all graph servers."""
         return len(self.server_of_interval)
 
     @cached_property
@@ -87,13 +86,17 @@ class ParameterPlan:
         return intervals
 
     def unflatten(self, vector: Array) -> list[Array]:
-        """Split (|theta|,) into one view per weight."""
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
-        parts = zip(np.split(vector, ends), self.shapes.values(), strict=True)
-        return [part.reshape(shape) for part, shape in parts]
+        """Split a vector of |theta| elements into one view per weight."""
+        views = []
+        begin = 0
+        for shape in self.shapes.values():
+            end = begin + math.prod(shape)
+            views.append(vector[begin:end].reshape(shape))
+            begin = end
+        return views
 
     def check_weights(self, names: Collection[str], arrays: Sequence[Array], subject: str) -> None:
-        """Raise ConfigError unless ``arrays`` have the shapes and dtype of the weights ``names``."""
+        """Raise ConfigError if ``arrays`` do not have the shapes and dtype of the weights ``names``."""
         if len(arrays) != len(names):
             raise ConfigError(
                 f"{subject}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})"
@@ -101,29 +104,29 @@ class ParameterPlan:
         for name, array in zip(names, arrays, strict=True):
             if array.shape != self.shapes[name] or array.dtype != self.program.dtype:
                 raise ConfigError(
-                    f"{subject}: {name!r} is {array.dtype} of shape {array.shape}, not {self.program.dtype} "
-                    f"of shape {self.shapes[name]}"
+                    f"{subject}: {name!r} is {array.dtype} of shape {array.shape}, not "
+                    f"{self.program.dtype} of shape {self.shapes[name]}"
                 )
 
 
-_KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
-"""Choices of torch's kernels, which change no formula."""
+_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_PLAIN_KERNELS = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+"""Options of an optimizer that choose kernels of torch and change no formula."""
 
 
 @final
 class Update:
-    """A copy of the user's optimizer on the CPU, for the weights of a program. The user's is only read.
+    """A copy of the user's optimizer on the CPU, for the weights of a program.
 
     Args:
         optimizer: One of torch's SGD, Adam and AdamW.
         parameters: The model's parameters by name.
         names: Names of all weights, in the order of the arguments of :meth:`apply`. Weights that the
             optimizer lacks stay unchanged.
-        clip_norm: Largest norm of the gradient of all weights together. None: gradients are not clipped.
+        clip_norm: Largest norm of the gradient of all weights together, or None for no clipping.
 
     Raises:
-        ConfigError: the optimizer is another one, or has parameters that are not the model's.
+        ConfigError: the optimizer has another type, or parameters that are not the model's.
     """
 
     def __init__(
@@ -133,51 +136,50 @@ class Update:
         names: Sequence[str],
         clip_norm: float | None = None,
     ) -> None:
-        if type(optimizer) not in _KINDS:
+        if type(optimizer) not in _OPTIMIZERS:
             raise ConfigError(
-                f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use torch.optim.SGD, "
-                "Adam or AdamW, or another strategy"
+                f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use "
+                "torch.optim.SGD, Adam or AdamW, or another strategy"
             )
 
         self.names = tuple(names)
         self._clip_norm = clip_norm
 
-        # Each call of apply() gives them their values.
+        # The copies of weights are empty, because each call of apply() sets their values.
         self._weights = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
-        copies: dict[torch.Tensor, torch.nn.Parameter | None] = {
-            # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
-            parameter: self._weights.get(name) if parameter.requires_grad else None
-            for name, parameter in parameters.items()
-        }
+        copies: dict[torch.Tensor, torch.nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            # Frozen parameters have no copy. Without a gradient torch does not even decay them.
+            if parameter.requires_grad and name in self._weights:
+                copies[parameter] = self._weights[name]
+
         groups = []
-        for number, group in enumerate(optimizer.param_groups):
+        known_parameters = set(parameters.values())
+        for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if parameter not in copies:
+                if parameter not in known_parameters:
                     raise ConfigError(
-                        f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} "
+                        f"group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} "
                         "that is not one of the model's; make the optimizer from model.parameters()"
                     )
-            trained = [copy for each in group["params"] if (copy := copies[each]) is not None]
-            groups.append({**group, **_PLAIN, "params": trained})
+            group_copies = [copies[parameter] for parameter in group["params"] if parameter in copies]
+            groups.append({**group, **_PLAIN_KERNELS, "params": group_copies})
 
-        kind: Any = type(optimizer)
-        self._optimizer: torch.optim.Optimizer = kind(groups)
-        for parameter, entries in optimizer.state.items():
-            if (copy := copies[parameter]) is not None:
-                self._optimizer.state[copy] = {
-                    key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in entries.items()
-                }
+        make_optimizer: Any = type(optimizer)
+        self._optimizer: torch.optim.Optimizer = make_optimizer(groups)
+        for state_parameter, entries in optimizer.state.items():
+            if state_parameter in copies:
+                self._optimizer.state[copies[state_parameter]] = _copy_tensors(entries)
 
     @property
     def state(self) -> dict[str, Array]:
         """State of all weights, by "<weight>/<torch's key>"."""
-        return {
-            f"{name}/{key}": value.numpy().copy()
-            for name, weight in self._weights.items()
-            for key, value in self._optimizer.state.get(weight, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
+        arrays = {}
+        for name, weight in self._weights.items():
+            for key, value in self._optimizer.state.get(weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    arrays[f"{name}/{key}"] = value.numpy().copy()
+        return arrays
 
     def apply(
         self, weights: Sequence[Array], gradients: Sequence[Array], rates: Sequence[float] | None = None
@@ -185,7 +187,7 @@ class Update:
         """Return the weights after one step, as new read-only arrays.
 
         Args:
-            rates: Learning rate of each group. None: those of the groups.
+            rates: Learning rate of each group. If None, the groups keep their rates.
         """
         groups = self._optimizer.param_groups
         for parameter, weight, gradient in zip(self._weights.values(), weights, gradients, strict=True):
@@ -194,38 +196,55 @@ class Update:
         if self._clip_norm is not None:
             trained = [parameter for group in groups for parameter in group["params"]]
             torch.nn.utils.clip_grad_norm_(trained, self._clip_norm)
-        for group, rate in zip(groups, rates or [], strict=False):
-            group["lr"] = rate
+        if rates is not None:
+            for group, rate in zip(groups, rates, strict=False):
+                group["lr"] = rate
         self._optimizer.step()
+
+        # Gradients are released, because they take as much memory as the weights.
+        new_weights = []
         for parameter in self._weights.values():
             parameter.grad = None
-        results = tuple(parameter.detach().numpy() for parameter in self._weights.values())
-        for result in results:
-            result.flags.writeable = False
-        return results
+            new_weight = parameter.detach().numpy()
+            new_weight.flags.writeable = False
+            new_weights.append(new_weight)
+        return tuple(new_weights)
+
+
+def _copy_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``entries`` with copies of their tensors on the CPU."""
+    copies = dict(entries)
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            copies[key] = value.detach().cpu().clone()
+    return copies
 
 
 @final
 class _StepSum:
-    """Sum of the gradients of one step over its intervals in ascending order; few wait for earlier ones."""
+    """Sum of the gradients of one step. Gradients are added in the order of the intervals.
+
+    Gradients that arrive before those of an earlier interval are kept until then.
+    """
 
     def __init__(self, intervals: Sequence[int]) -> None:
         self.left = deque(intervals)
+        """Intervals that are not in the sum yet, in ascending order."""
         self.total: list[Array] = []
-        self._early: dict[int, Sequence[Array]] = {}
+        self._early_gradients: dict[int, Sequence[Array]] = {}
 
     @property
     def missing(self) -> list[int]:
-        return [interval for interval in self.left if interval not in self._early]
+        return [interval for interval in self.left if interval not in self._early_gradients]
 
     def add(self, interval: int, gradients: Sequence[Array]) -> None:
-        self._early[interval] = gradients
-        while self.left and self.left[0] in self._early:
-            ready = self._early.pop(self.left.popleft())
+        self._early_gradients[interval] = gradients
+        while self.left and self.left[0] in self._early_gradients:
+            next_gradients = self._early_gradients.pop(self.left.popleft())
             if not self.total:
-                self.total = [np.array(gradient) for gradient in ready]
+                self.total = [np.array(gradient) for gradient in next_gradients]
                 continue
-            for total, gradient in zip(self.total, ready, strict=True):
+            for total, gradient in zip(self.total, next_gradients, strict=True):
                 total += gradient
 
 
@@ -234,7 +253,7 @@ class ParameterServer:
     """Stores the latest weights and the stashes of its intervals (Dorylus, section 5.1). Thread-safe.
 
     Every server has all weights and makes every update. An update uses the sums of all servers, added in the
-    servers' order, so the weights are bit-identical on all of them. Arrays that it is given are kept.
+    servers' order, so the weights are bit-identical on all servers. Arrays of callers are kept, not copied.
 
     Version v of the weights is the result of v updates. An interval keeps the version of its newest epoch
     until it begins the next one, because the replacement of a worker that died after its last gradient asks
@@ -251,22 +270,22 @@ class ParameterServer:
         self._update = update
         self._lock = threading.Lock()
         self.rates: dict[int, Sequence[float]] = {}
-        """Learning rates of the groups by epoch, where they are not those of the update."""
+        """Learning rates of the groups by epoch, for epochs with other rates than the update."""
         self._versions = {self.updates: tuple(weights)}
         self._stash_of: dict[int, tuple[int, int]] = {}
         """Epoch and version of each interval."""
         self._intervals = plan.intervals_of(index)
-        self._position = {name: at for at, name in enumerate(plan.shapes)}
+        self._position = {name: index for index, name in enumerate(plan.shapes)}
         self._sums: dict[int, dict[int, _StepSum]] = {}
-        """By epoch and step."""
+        """Sums of this server's intervals, by epoch and step."""
         self._received: dict[int, dict[int, Array]] = {}
-        """By epoch and server."""
+        """Complete sums by epoch and server."""
         self._digests: dict[tuple[int, int, int], bytes] = {}
-        """Digests of gradients by epoch, interval and step, of the open epochs and the last updated one."""
+        """Digests of gradients by epoch, interval and step, from the last updated epoch on."""
 
     @property
     def state(self) -> dict[str, Array]:
-        """State of the update by "<weight>/<key>"; read it only while nothing is in flight."""
+        """State of the update by "<weight>/<key>". Read it only while nothing is in flight."""
         return self._update.state
 
     def latest(self) -> tuple[Array, ...]:
@@ -275,13 +294,16 @@ class ParameterServer:
             return self._versions[self.updates]
 
     def weights(self, interval: int, epoch: int, step: int) -> list[Array]:
-        """Return the weights of ``step``; an interval's first call in an epoch stashes the latest version."""
+        """Return the weights of ``step``. An interval's first call in an epoch stashes the latest version.
+
+        Raises ConfigError if the interval may not be in this epoch, or has begun a later one.
+        """
         self._check_key(interval, epoch, step)
         with self._lock:
             self._check_begun(interval, epoch)
-            stashed, version = self._stash_of.get(interval, (-1, -1))
-            if epoch != stashed:
-                if epoch < max(stashed, self.updates):
+            stashed_epoch, version = self._stash_of.get(interval, (-1, -1))
+            if epoch != stashed_epoch:
+                if epoch < max(stashed_epoch, self.updates):
                     raise ConfigError(
                         f"weights of epoch {epoch} for interval {interval} are gone after {self.updates} "
                         "updates; the call comes from a worker that was given up"
@@ -292,7 +314,10 @@ class ParameterServer:
         return [weights[self._position[name]] for name in self.plan.steps[step]]
 
     def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
-        """Add the gradients of ``step``'s weights; return False for duplicates, which are dropped."""
+        """Add the gradients of the weights of ``step``. Return False for duplicates, which are dropped.
+
+        Raises ConfigError if the gradients do not fit, or differ from those of an earlier attempt.
+        """
         subject = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
         self.plan.check_weights(self.plan.steps[step], arrays, subject)
@@ -300,34 +325,34 @@ class ParameterServer:
         key = (epoch, interval, step)
         with self._lock:
             self._check_begun(interval, epoch)
+            if self._digests.get(key, digest) != digest:
+                raise ConfigError(
+                    f"{subject} came twice with different bits: workers compute with different kernels"
+                )
+            # Digests are kept for few epochs, but the sums of all updated epochs are complete.
             if key in self._digests or epoch < self.updates:
-                if self._digests.get(key, digest) != digest:
-                    raise ConfigError(
-                        f"{subject} came twice with different bits: workers compute with different kernels"
-                    )
                 return False
 
             self._digests[key] = digest
             if epoch not in self._sums:
-                self._sums[epoch] = self._no_sums()
+                self._sums[epoch] = self._make_sums()
             self._sums[epoch][step].add(interval, arrays)
-
         return True
 
     def own_sums(self) -> tuple[int, Array] | None:
-        """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing."""
+        """Return the epoch and the (|theta|,) sums of the next update, or None if gradients are missing."""
         with self._lock:
             epoch = self.updates
-            sums = self._sums.get(self.updates)
+            sums = self._sums.get(epoch)
             if sums is None or any(step_sum.left for step_sum in sums.values()):
                 return None
             received = self._received.setdefault(epoch, {})
             if self.index not in received:
-                received[self.index] = self._add_steps(sums)
+                received[self.index] = self._join_sums(sums)
             return epoch, received[self.index]
 
-    def _add_steps(self, sums: Mapping[int, _StepSum]) -> Array:
-        # A weight that several steps share gets the sum of their gradients.
+    def _join_sums(self, sums: Mapping[int, _StepSum]) -> Array:
+        """Return the sums of all weights. A weight of several steps gets the sum of their gradients."""
         totals: dict[str, Array] = {}
         for step, step_sum in sums.items():
             for name, total in zip(self.plan.steps[step], step_sum.total, strict=True):
@@ -335,7 +360,7 @@ class ParameterServer:
         return np.concatenate([totals[name].reshape(-1) for name in self.plan.shapes])
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
-        """Store the sums of another server. Repeated ones are ignored.
+        """Store the sums of another server. Ignore sums that arrive again or for an updated epoch.
 
         Raises ConfigError if no server sends such sums now.
         """
@@ -363,22 +388,25 @@ class ParameterServer:
             return [server for server in range(self.plan.num_servers) if server not in received]
 
     def advance(self) -> int | None:
-        """Make the next update if all sums have arrived; return the number of updates, or None.
+        """Make the next update and return the number of updates, or None if sums are missing.
 
-        Only one thread may call this; other threads may pull and push meanwhile.
+        Only one thread may call this. Other threads may pull and push meanwhile.
         """
         if self.servers_missing():
             return None
         with self._lock:
-            self._drop_unused_versions()  # first, so that never more than S + 2 lie in memory
+            # Versions are dropped before the update, so that at most S + 2 are in memory.
+            self._drop_unused_versions()
             epoch = self.updates
-            weights = self._versions[self.updates]
+            weights = self._versions[epoch]
             received = self._received[epoch]
 
+        # The sums are added in the order of the servers, which gives equal bits on all servers.
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):
             total += received[server]
-        new_weights = self._update.apply(weights, self.plan.unflatten(total), self.rates.get(epoch))
+        gradients = self.plan.unflatten(total)
+        new_weights = self._update.apply(weights, gradients, self.rates.get(epoch))
         with self._lock:
             self.updates += 1
             self._versions[self.updates] = new_weights
@@ -388,18 +416,19 @@ class ParameterServer:
             return self.updates
 
     def missing(self) -> str:
-        """Describe the missing gradients of this server for the next update; "" for none."""
+        """Describe the missing gradients of this server for the next update. Return "" if there are none."""
         with self._lock:
-            sums = self._sums.get(self.updates) or self._no_sums()
-            return "; ".join(
-                f"epoch {self.updates}, step {step}: gradients of intervals "
-                f"{shorten_list(step_sum.missing, 8)}"
-                for step, step_sum in sums.items()
-                if step_sum.missing
-            )
+            epoch = self.updates
+            sums = self._sums.get(epoch) or self._make_sums()
+            texts = []
+            for step, step_sum in sums.items():
+                if step_sum.missing:
+                    intervals = shorten_list(step_sum.missing, 8)
+                    texts.append(f"epoch {epoch}, step {step}: gradients of intervals {intervals}")
+            return "; ".join(texts)
 
     def drain(self) -> None:
-        """Release all stashes; ConfigError unless every interval has finished the same epoch."""
+        """Release all stashes. Raises ConfigError if an epoch is under way."""
         with self._lock:
             if self._sums or self._received:
                 raise ConfigError(
@@ -409,11 +438,11 @@ class ParameterServer:
             self._drop_unused_versions()
 
     def _drop_unused_versions(self) -> None:
-        used = {self.updates, *(version for _, version in self._stash_of.values())}
-        self._versions = {number: weights for number, weights in self._versions.items() if number in used}
-        assert len(used) <= self.plan.staleness + 2, f"{used} of staleness {self.plan.staleness}"
+        used_versions = {self.updates, *(version for _, version in self._stash_of.values())}
+        assert len(used_versions) <= self.plan.staleness + 2, f"{used_versions}, S={self.plan.staleness}"
+        self._versions = {version: self._versions[version] for version in sorted(used_versions)}
 
-    def _no_sums(self) -> dict[int, _StepSum]:
+    def _make_sums(self) -> dict[int, _StepSum]:
         return {step: _StepSum(self._intervals) for step in self.plan.steps}
 
     def _check_key(self, interval: int, epoch: int, step: int) -> None:
@@ -428,8 +457,8 @@ class ParameterServer:
     def _check_begun(self, interval: int, epoch: int) -> None:
         if epoch > self.updates + self.plan.staleness:
             raise ConfigError(
-                f"interval {interval} is in epoch {epoch} after {self.updates} updates, which is "
-                f"beyond staleness {self.plan.staleness}"
+                f"interval {interval} is in epoch {epoch} after {self.updates} updates, which "
+                f"is beyond staleness {self.plan.staleness}"
             )
 
 

@@ -26,9 +26,9 @@ from dglx_dist.strategies.serverless.worker import GRADIENTS, WEIGHTS
 WEIGHTS_FOR_RANK = "lambda.weights_for_rank"
 GRADIENTS_OF_RANK = "lambda.gradients_of_rank"
 SUMS = "lambda.sums"
-"""Called by other servers; name: "epoch/server"; one vector (|theta|,)."""
+"""Operation of servers with the name "epoch/server" and one vector of |theta| elements."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
-"""Sent to graph servers; name: "updates/server", or the reason."""
+"""Notices to graph servers. Their names are "updates/server" and the reason."""
 # Ranks ask for the missing inputs of the next update, the latest weights, and the state of the update.
 MISSING = "lambda.missing"
 LATEST = "lambda.latest"
@@ -55,7 +55,7 @@ def pair_name(number: int, server: int) -> str:
 
 
 def parse_pair(name: str) -> tuple[int, int]:
-    """Read :func:`pair_name`. Raises ConfigError if it is invalid."""
+    """Return number and server of a :func:`pair_name`. Raises ConfigError if ``name`` is invalid."""
     match = _PAIR.fullmatch(name)
     if match is None:
         raise ConfigError(f"{name[:80]!r} names no number and server; write it like 3/1")
@@ -65,24 +65,27 @@ def parse_pair(name: str) -> tuple[int, int]:
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
     """Return a JSON table of path, dtype and shape, and all values in one buffer, both as uint8."""
     table = [[path, value.dtype.name, list(value.shape)] for path, value in state.items()]
-    numbers = b"".join(np.ascontiguousarray(value).tobytes() for value in state.values())
-    return [np.frombuffer(json.dumps(table).encode(), np.uint8), np.frombuffer(numbers, np.uint8)]
+    table_bytes = json.dumps(table).encode()
+    value_bytes = b"".join(np.ascontiguousarray(value).tobytes() for value in state.values())
+    return [np.frombuffer(table_bytes, np.uint8), np.frombuffer(value_bytes, np.uint8)]
 
 
 def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Array]:
-    """Read :func:`pack_state` into new arrays.
+    """Return new arrays from the result of :func:`pack_state`.
 
-    Raises ConfigError if it does not fit the weights of ``plan``.
+    Raises ConfigError if the arrays do not fit the weights of ``plan``.
     """
     state: dict[str, Array] = {}
     begin = 0
     try:
-        table, numbers = (array.tobytes() for array in packed)
-        for path, dtype, shape in json.loads(table):
-            name = path.rpartition("/")[0]
-            if dtype not in DTYPES or name not in plan.shapes or tuple(shape) not in ((), plan.shapes[name]):
+        table_bytes, value_bytes = (array.tobytes() for array in packed)
+        for path, dtype, shape in json.loads(table_bytes):
+            name, _, _ = path.rpartition("/")
+            # A state has one number or one value for each element of its weight.
+            fits = name in plan.shapes and tuple(shape) in ((), plan.shapes[name])
+            if not fits or dtype not in DTYPES:
                 raise ValueError(f"{path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here")
-            values = np.frombuffer(numbers, dtype, math.prod(shape), begin)
+            values = np.frombuffer(value_bytes, dtype, math.prod(shape), begin)
             state[path] = values.reshape(shape).copy()
             begin += values.nbytes
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -96,9 +99,12 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
 def bytes_of_read(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
     """Return the bytes of :meth:`ParameterClient.latest` and ``state``, once Adam has made a step."""
     weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
-    moments = {f"{name}/{key}": value for name, value in weights.items() for key in ("exp_avg", "exp_avg_sq")}
-    steps = {f"{name}/step": np.empty((), np.float32) for name in weights}
-    return payload_bytes([*weights.values(), *pack_state({**moments, **steps})])
+    state = {}
+    for name, weight in weights.items():
+        state[f"{name}/exp_avg"] = weight
+        state[f"{name}/exp_avg_sq"] = weight
+        state[f"{name}/step"] = np.empty((), np.float32)
+    return payload_bytes([*weights.values(), *pack_state(state)])
 
 
 def describe(server: int) -> str:
@@ -107,13 +113,13 @@ def describe(server: int) -> str:
 
 @final
 class ParameterService:
-    """Serves ``server`` until :meth:`close`; a thread makes the updates.
+    """Serves ``server`` until :meth:`close`. A thread makes the updates.
 
     Put a barrier between the creation of all services and clients and the first call, and between the last
     call and :meth:`close`. Parameter server r is rank r.
 
     Args:
-        run: Number of the run in its session; tasks of other runs are rejected.
+        run: Number of the run in its session. Tasks of other runs are rejected.
     """
 
     def __init__(
@@ -121,21 +127,22 @@ class ParameterService:
     ) -> None:
         self.server = server
         self._timeline = timeline
-        self._number = run
+        self._run_number = run
         self._rpc = rpc
         self._ranks = range(num_ranks)
         self._timeout_s = rpc.timeout_s
         self._failure = ""
-        self._changed = threading.Event()
-        self._closing = threading.Event()
+        self._has_input = threading.Event()
+        """Set when gradients or sums have arrived, or when the service closes."""
+        self._is_closing = threading.Event()
         self._handlers: dict[str, Handler] = {
-            WEIGHTS: self._give_worker,
-            WEIGHTS_FOR_RANK: self._give,
-            GRADIENTS: self._take_from_worker,
-            GRADIENTS_OF_RANK: self._take,
-            SUMS: self._take_sums,
-            MISSING: self._give_missing,
-            LATEST: lambda _name, _arrays: [np.concatenate([array.reshape(-1) for array in server.latest()])],
+            WEIGHTS: self._send_weights_to_worker,
+            WEIGHTS_FOR_RANK: self._send_weights,
+            GRADIENTS: self._receive_gradients_of_worker,
+            GRADIENTS_OF_RANK: self._receive_gradients,
+            SUMS: self._receive_sums,
+            MISSING: self._send_missing,
+            LATEST: self._send_latest,
             STATE: lambda _name, _arrays: pack_state(server.state),
         }
         for op, handler in self._handlers.items():
@@ -144,51 +151,65 @@ class ParameterService:
         self._thread.start()
 
     def raise_if_stopped(self) -> None:
-        """Raise PeerError if an update failed: no further update will be made."""
+        """Raise PeerError if an update failed, after which there is no further update."""
         if self._failure:
             raise PeerError(self._failure)
 
     def close(self) -> None:
-        """Stop serving; may be called twice. Waits up to 5 s for a running update."""
-        self._closing.set()
-        self._changed.set()
-        # The thread may wait for a dead rank; then its calls end with the session.
+        """Stop serving, and wait up to 5 s for a running update. May be called twice."""
+        self._is_closing.set()
+        self._has_input.set()
+        # The thread may wait for a dead rank. Its calls then end with the session.
         self._thread.join(_JOIN_TIMEOUT_S)
         for op in self._handlers:
             self._rpc.unregister(op)
 
     def _run(self) -> None:
+        """Make an update whenever this server's sums are complete. The thread of the service runs this."""
         try:
-            while not self._closing.is_set():
-                self._changed.wait()
-                self._changed.clear()
-                while not self._closing.is_set() and (ready := self.server.own_sums()) is not None:
-                    with self._timeline.span("WU", PARAMETER_SERVER, ready[0]):
-                        self._update(*ready)
+            while not self._is_closing.is_set():
+                self._has_input.wait()
+                self._has_input.clear()
+                while not self._is_closing.is_set():
+                    epoch_and_sums = self.server.own_sums()
+                    if epoch_and_sums is None:
+                        break
+                    epoch, sums = epoch_and_sums
+                    with self._timeline.span("WU", PARAMETER_SERVER, epoch):
+                        self._update(epoch, sums)
         except Exception as error:  # noqa: BLE001 - reported to all who wait for an update
-            # Also while closing: this rank may be ending for the same reason, and others need the cause.
+            # Errors are also reported while closing. This rank may be ending for the same reason, and other
+            # ranks need the cause.
             self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
+        """Exchange the sums of ``epoch`` with the other servers, update the weights, and tell all ranks."""
         index = self.server.index
-        other_servers = {*range(self.server.plan.num_servers)} - {self.server.index}
+        other_servers = {*range(self.server.plan.num_servers)} - {index}
         self._rpc.call_all(other_servers, SUMS, pair_name(epoch, index), [sums], phase=BETWEEN)
         self._wait_for_sums(epoch)
         updates = self.server.advance()
-        if updates is not None:  # else it is closing
+
+        # Without an update the service is closing.
+        if updates is not None:
             self._rpc.call_all(self._ranks, UPDATED, pair_name(updates, index), [], phase=CONTROL)
 
     def _wait_for_sums(self, epoch: int) -> None:
+        """Wait for the sums of all servers. Raises PeerError if a server is dead or too late."""
         deadline = time.monotonic() + self._timeout_s
-        while (missing := self.server.servers_missing()) and not self._closing.is_set():
-            if not self._changed.wait(min(_POLL_S, self._timeout_s)):
-                raise_for_silent(self._rpc, missing, f"waiting for its sums of epoch {epoch}")
-            self._changed.clear()
+        while not self._is_closing.is_set():
+            missing_servers = self.server.servers_missing()
+            if not missing_servers:
+                return
+
+            if not self._has_input.wait(min(_POLL_S, self._timeout_s)):
+                raise_for_silent(self._rpc, missing_servers, f"waiting for its sums of epoch {epoch}")
+            self._has_input.clear()
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"{describe(missing[0])} sent no sums of epoch {epoch} within "
-                    f"{self._timeout_s:g} s; {what_misses(self._rpc, missing)}; check the "
-                    "workers, or raise timeout_s (DGLX_TIMEOUT)"
+                    f"{describe(missing_servers[0])} sent no sums of epoch {epoch} within "
+                    f"{self._timeout_s:g} s; {what_misses(self._rpc, missing_servers)}; check "
+                    "the workers, or raise timeout_s (DGLX_TIMEOUT)"
                 )
 
     def _stop(self, error: Exception) -> None:
@@ -197,76 +218,82 @@ class ParameterService:
         log.error("%s", self._failure)
         self._rpc.ask(self._ranks, STOPPED, self._failure, [], _NOTIFY_S, phase=CONTROL)
 
-    def _key_of(self, name: str) -> TaskKey:
+    def _parse_key(self, name: str) -> TaskKey:
+        """Return the key of a task of this run. Raises PeerError after a failed update."""
         self.raise_if_stopped()
         key = TaskKey.parse(name)
-        key.check_run(self._number)
+        key.check_run(self._run_number)
         return key
 
-    def _give(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
-        key = self._key_of(name)
+    def _send_weights(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+        key = self._parse_key(name)
         return self.server.weights(key.interval, key.epoch, key.step)
 
-    def _give_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        answer = self._give(name, arrays)
-        self._rpc.ledger.add(DOWN, TaskKey.parse(name).step, self._rpc.rank, WORKER, payload_bytes(answer))
-        return answer
+    def _send_weights_to_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        weights = self._send_weights(name, arrays)
+        step = TaskKey.parse(name).step
+        self._rpc.ledger.add(DOWN, step, self._rpc.rank, WORKER, payload_bytes(weights))
+        return weights
 
-    def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        key = self._key_of(name)
+    def _receive_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        key = self._parse_key(name)
         if key.direction is Direction.FORWARD:
             raise ConfigError(f"task {name} goes forward and has no gradients")
         if self.server.gradients(key.interval, key.epoch, key.step, arrays):
-            self._changed.set()
+            self._has_input.set()
         return []
 
-    def _take_from_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        # First: these gradients may end the epoch, and with it what is counted as the epoch's.
-        self._rpc.ledger.add(UP, TaskKey.parse(name).step, WORKER, self._rpc.rank, payload_bytes(arrays))
-        return self._take(name, arrays)
+    def _receive_gradients_of_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        # The bytes are counted first, because these gradients may end the epoch that the bytes belong to.
+        step = TaskKey.parse(name).step
+        self._rpc.ledger.add(UP, step, WORKER, self._rpc.rank, payload_bytes(arrays))
+        return self._receive_gradients(name, arrays)
 
-    def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+    def _receive_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         epoch, server = parse_pair(name)
         if len(arrays) != 1:
             raise ConfigError(f"sums {name} have {len(arrays)} arrays instead of one")
         self.server.receive_sums(server, epoch, arrays[0])
-        self._changed.set()
+        self._has_input.set()
         return []
 
-    def _give_missing(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _send_missing(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
         text = self._failure or self.server.missing()
         return [np.frombuffer(text[:_MAX_REASON].encode(), np.uint8)]
 
+    def _send_latest(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+        return [np.concatenate([array.reshape(-1) for array in self.server.latest()])]
 
-def raise_for_silent(rpc: Rpc, servers: Sequence[int], why: str) -> None:
+
+def raise_for_silent(rpc: Rpc, servers: Sequence[int], activity: str) -> None:
     """Raise PeerError that names all of ``servers`` that do not answer a probe within seconds."""
-    silent = rpc.find_silent([server for server in servers if server != rpc.rank], _PROBE_S)
-    if silent:
-        # Ranks that ended because of another's death are silent as well; the first cause is among them.
-        names = ", ".join(map(describe, silent))
-        raise PeerError(f"no answer of {names} while {why}: probably dead; check its output")
+    silent_servers = rpc.find_silent([server for server in servers if server != rpc.rank], _PROBE_S)
+    if silent_servers:
+        # Ranks that ended because a rank died are silent, too. The first cause is among them.
+        names = ", ".join(map(describe, silent_servers))
+        raise PeerError(f"no answer of {names} while {activity}: probably dead; check its output")
 
 
 def what_misses(rpc: Rpc, servers: Sequence[int]) -> str:
     """Return a text that says what the next update of each of ``servers`` waits for."""
-    answers = []
+    states = []
     for server in servers:
         try:
             (text,) = rpc.submit(server, MISSING, "", [], phase=CONTROL).result(_PROBE_S)
             state = f"waits for {text.tobytes().decode()}" if text.size else "waits for nothing of its own"
         except DglxError as error:
             state = f"does not answer ({error})"
-        answers.append(f"{describe(server)} {state}")
-    return "; ".join(answers)
+        states.append(f"{describe(server)} {state}")
+    return "; ".join(states)
 
 
 @final
 class ParameterClient:
-    """A rank's connection to all parameter servers; receives notices until :meth:`close`. Thread-safe.
+    """A rank's connection to all parameter servers. Receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        on_update: Called with the number of updates that every server has made when it grows, and once when
-            a server stops; on any thread; must return quickly.
+        on_update: Called with the number of updates that every server has made, when the number grows, and
+            once when a server stops. May be called on any thread, and must return quickly.
     """
 
     def __init__(self, rpc: Rpc, plan: ParameterPlan, on_update: Callable[[int], None]) -> None:
@@ -276,8 +303,8 @@ class ParameterClient:
         self._updates = [plan.first_epoch] * plan.num_servers
         self._failure = ""
         self._lock = threading.Lock()
-        rpc.register(UPDATED, self._take_update)
-        rpc.register(STOPPED, self._take_stop)
+        rpc.register(UPDATED, self._receive_update)
+        rpc.register(STOPPED, self._receive_stop)
 
     def raise_if_stopped(self) -> None:
         """Raise PeerError if a parameter server has reported that it stopped."""
@@ -288,7 +315,7 @@ class ParameterClient:
         return int(self._plan.server_of_interval[interval])
 
     def weights(self, key: TaskKey) -> list[Array]:
-        """Fetch the weights of a task that this rank runs itself; PeerError or RemoteError on failure."""
+        """Fetch the weights of a task that this rank runs itself. Raises PeerError or RemoteError."""
         rank = self.server_of(key.interval)
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 
@@ -298,8 +325,8 @@ class ParameterClient:
         return self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 
     def latest(self) -> dict[str, Array]:
-        """Fetch the latest weights by name; all servers have the same while nothing is in flight."""
-        (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
+        """Fetch the latest weights by name. While nothing is in flight, all servers have equal weights."""
+        (vector,) = self._rpc.call(self._choose_server(), LATEST, "", [], phase=READ)
         if vector.shape != (self._plan.size,) or vector.dtype != self._plan.program.dtype:
             raise ConfigError(
                 f"the latest weights, {vector.dtype} of shape {vector.shape}, belong to another model"
@@ -307,19 +334,19 @@ class ParameterClient:
         return dict(zip(self._plan.shapes, self._plan.unflatten(vector), strict=True))
 
     def state(self) -> dict[str, Array]:
-        """Fetch the state of the update by "<weight>/<key>"; see :meth:`latest`."""
-        packed = self._rpc.call(self._nearest(), STATE, "", [], phase=READ)
+        """Fetch the state of the update by "<weight>/<key>". See :meth:`latest`."""
+        packed = self._rpc.call(self._choose_server(), STATE, "", [], phase=READ)
         return unpack_state(self._plan, packed)
 
     def close(self) -> None:
         self._rpc.unregister(UPDATED)
         self._rpc.unregister(STOPPED)
 
-    def _nearest(self) -> int:
-        # A rank that is a parameter server asks itself.
+    def _choose_server(self) -> int:
+        # A rank that is a parameter server calls itself, and the other ranks are spread over all servers.
         return self._rpc.rank % self._plan.num_servers
 
-    def _take_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _receive_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
         updates, server = parse_pair(name)
         if server >= len(self._updates):
             raise ConfigError(f"there is no parameter server {server} of {len(self._updates)}")
@@ -332,7 +359,7 @@ class ParameterClient:
             self._on_update(applied_now)
         return []
 
-    def _take_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _receive_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:
         with self._lock:
             self._failure = self._failure or reason
             updates = min(self._updates)

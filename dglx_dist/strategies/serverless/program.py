@@ -16,7 +16,7 @@ from dglx_dist.strategies.serverless.tensor_program import MAX_ARRAYS, Shape, Te
 FEATURES = "x"
 """Slot of the features."""
 EDGE_DATA = "edge:"
-"""Prefix of slots with data of edges."""
+"""Prefix of the names of slots with data of edges."""
 MAX_STEPS = 512
 MAX_TRAIN = 1 << 40
 MAX_PROGRAM_BYTES = 1 << 24
@@ -28,7 +28,7 @@ _VERSION = 2
 Per: TypeAlias = Literal["node", "edge"]
 """Whether a row belongs to a node or to an in-edge."""
 End: TypeAlias = Literal["row", "source", "target"]
-"""Row that a step on edges reads: that of the edge, of its source, or of its target."""
+"""Row that a step on edges reads: the row of the edge, of its source, or of its target."""
 How: TypeAlias = Literal["sum", "max", "min"]
 Place: TypeAlias = Literal["worker", "server", "once"]
 """Place of a tensor step: workers, the graph server, or the graph server once, before the first epoch."""
@@ -59,9 +59,10 @@ class Gather:
 
     name: _Name
     source: _Name | None
-    """Slot of nodes, read at the source of each edge. None: the edges' own rows are reduced."""
+    """Slot of nodes, read at the source of each edge. If None, the rows of the edges are reduced."""
     edges: _Name | None
-    """Slot of edges. Beside a source it has a factor for each run of columns (head). None: factors are 1."""
+    """Slot of edges. With a ``source``, it has one factor for each head, a run of columns, and None means
+    that all factors are 1."""
     how: How
     output: Slot
 
@@ -119,7 +120,9 @@ def inputs_of(step: ProgramStep) -> tuple[str, ...]:
         return tuple(name for name in (step.source, step.edges) if name is not None)
     if isinstance(step, Scatter):
         return step.slots
-    return (step.source,) if isinstance(step, Softmax) else tuple(item.slot for item in step.inputs)
+    if isinstance(step, Softmax):
+        return (step.source,)
+    return tuple(item.slot for item in step.inputs)
 
 
 def outputs_of(step: ProgramStep) -> tuple[Slot, ...]:
@@ -129,10 +132,11 @@ def outputs_of(step: ProgramStep) -> tuple[Slot, ...]:
 
 
 def sources_of(step: ProgramStep) -> Iterator[str]:
-    """Yield the slots of nodes that ``step`` reads at the sources of edges, and that need halo rows."""
+    """Yield the slots that ``step`` reads at the sources of edges. These slots need halo rows."""
     if isinstance(step, Gather) and step.source is not None:
         yield step.source
     elif isinstance(step, Apply):
+        # A dict removes duplicates and keeps the order.
         yield from dict.fromkeys(item.slot for item in step.inputs if item.end == "source")
 
 
@@ -140,16 +144,18 @@ def find_trained(steps: Sequence[ProgramStep]) -> frozenset[str]:
     """Return the slots that depend on a weight."""
     names: set[str] = set()
     for step in steps:
-        if (isinstance(step, Apply) and step.weights) or names.intersection(inputs_of(step)):
+        has_weights = isinstance(step, Apply) and step.weights
+        if has_weights or names.intersection(inputs_of(step)):
+            # A slot with a dtype has integers, which have no gradient.
             names.update(slot.name for slot in outputs_of(step) if not slot.dtype)
     return frozenset(names)
 
 
 def covers_halo(step: ProgramStep, with_halo: Collection[str], trained: Collection[str]) -> bool:
-    """Return True if graph servers compute ``step`` for halo nodes, too, so that none sends them.
+    """Return True if graph servers compute ``step`` for halo nodes, too, so that no server sends the rows.
 
     Args:
-        with_halo: Slots whose rows at halo nodes are known.
+        with_halo: Slots with known rows of halo nodes.
         trained: Slots that depend on a weight.
     """
     if not isinstance(step, Apply) or step.per != "node" or step.place == "worker" or step.weights:
@@ -163,9 +169,9 @@ _STEPS: Mapping[str, Callable[..., ProgramStep]] = {
 
 
 def _read_step(fields: Fields) -> ProgramStep:
-    kind = fields.choice("kind", tuple(_STEPS))
+    type_name = fields.choice("kind", tuple(_STEPS))
     values = {name: value for name, value in fields.mapping.items() if name != "kind"}
-    return read_record(_STEPS[kind], values, f"a step {kind!r}")
+    return read_record(_STEPS[type_name], values, f"a step {type_name!r}")
 
 
 @final
@@ -173,8 +179,7 @@ def _read_step(fields: Fields) -> ProgramStep:
 class Program:
     """Steps of the forward pass of one epoch. The backward pass runs them in reverse.
 
-    Raises:
-        ConfigError: a step reads what no step before it makes. The message names the step.
+    Raises ConfigError if a step reads a slot that no step before it makes. The message names the step.
     """
 
     inputs: tuple[Slot, ...]
@@ -184,9 +189,9 @@ class Program:
     loss: TensorProgram
     """Maps the scores and labels of n nodes to their (n,) losses."""
     label: Slot
-    """int64 classes, which travel as int32 with -1 where there is none, or numbers, NaN there."""
+    """Classes or numbers. Classes are int64 and travel as int32. A node without a label has -1 or NaN."""
     num_train: int = 1
-    """M: training nodes on all graph servers; divides the sum of losses."""
+    """M, the number of training nodes on all graph servers, by which the sum of losses is divided."""
     dtype: str = "float32"
     """Type of rows and weights: float32 or float64."""
 
@@ -195,11 +200,13 @@ class Program:
             raise ConfigError(f"a program of dtype {self.dtype!r} for {self.num_train} training nodes")
         if not 0 < len(self.steps) <= MAX_STEPS:
             raise ConfigError(f"a program of {len(self.steps)} steps; give 1 to {MAX_STEPS}")
-        made = {slot.name for slot in self.inputs}
+
+        known_slots = {slot.name for slot in self.inputs}
         for step in self.steps:
-            if missing := {*inputs_of(step)} - made:
+            missing = {*inputs_of(step)} - known_slots
+            if missing:
                 raise ConfigError(f"step {step.name!r} reads {sorted(missing)}, which no step before makes")
-            made.update(slot.name for slot in outputs_of(step))
+            known_slots.update(slot.name for slot in outputs_of(step))
 
     @cached_property
     def digest(self) -> str:
@@ -215,11 +222,11 @@ class Program:
     def from_json(cls, text: bytes | str) -> Program:
         """Read the result of :meth:`to_json`, at most 16 MiB. Nothing that it names is imported.
 
-        Raises:
-            ConfigError: it is not a valid program of this version.
+        Raises ConfigError if it is not a valid program of this version.
         """
         fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
         fields.integer("version", _VERSION, _VERSION)
+        # Steps have several types, so they are read one by one.
         steps = tuple(map(_read_step, fields.nested_list("steps", 0, MAX_STEPS)))
         program = fields.record(cls, steps=lambda _name: steps)
         fields.reject_unread()
@@ -227,9 +234,9 @@ class Program:
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
-        """All slots by name: inputs, then those of the steps in order."""
-        made = [slot for step in self.steps for slot in outputs_of(step)]
-        return {slot.name: slot for slot in (*self.inputs, *made)}
+        """All slots by name: the inputs, then the outputs of the steps in order."""
+        outputs = [slot for step in self.steps for slot in outputs_of(step)]
+        return {slot.name: slot for slot in (*self.inputs, *outputs)}
 
     def dtype_of(self, name: str) -> str:
         return self.slots[name].dtype or self.dtype
@@ -251,17 +258,22 @@ class Program:
     @cached_property
     def weighted_steps(self) -> tuple[int, ...]:
         """Indices of the steps that have weights."""
-        return tuple(at for at, step in enumerate(self.steps) if isinstance(step, Apply) and step.weights)
+        return tuple(index for index in range(len(self.steps)) if self.weights_of(index))
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each weight by the user's name, in the order of the steps."""
-        return {name: shape for at in self.weighted_steps for name, shape in self.weights_of(at).items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index in self.weighted_steps:
+            shapes.update(self.weights_of(index))
+        return shapes
 
     def weights_of(self, index: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each weight of step ``index`` by the user's name."""
         step = self.steps[index]
-        return dict(zip(step.weights, step.body.weights, strict=True)) if isinstance(step, Apply) else {}
+        if not isinstance(step, Apply):
+            return {}
+        return dict(zip(step.weights, step.body.weights, strict=True))
 
     @cached_property
     def trained_slots(self) -> frozenset[str]:
@@ -270,7 +282,7 @@ class Program:
 
     @cached_property
     def slots_with_halo(self) -> frozenset[str]:
-        """Slots of nodes whose rows at halo nodes are fetched, sent, or computed from those."""
+        """Slots for which a graph server has the rows of halo nodes, fetched, received or computed."""
         names = {slot.name for slot in self.inputs if slot.per == "node"}
         for step in self.steps:
             if isinstance(step, Scatter):

@@ -43,14 +43,15 @@ from dglx_dist.strategies.serverless.tasks import MAX_TIMEOUT_S, Address, Direct
 
 @final
 class IntervalProgress:
-    """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
+    """Positions of the intervals of one graph server. Not thread-safe.
+
+    The position of an interval is epoch x tasks per epoch + task. ``first_epoch`` is always synchronous,
+    because no stale values exist yet.
 
     With ``switch_at``, the correct predictions of an epoch, summed over the graph servers, set
-    :attr:`synchronous_from`, unless it is given. When the sum of epoch e is known, intervals may be S epochs
-    further, so the first epoch that no interval can have begun is e + S + 1. It does not begin before the sum
-    is known, because graph servers would otherwise begin it in different modes.
-
-    ``first_epoch`` is always synchronous, because no stale values exist yet.
+    :attr:`synchronous_from`, unless ``synchronous_from`` is given. When the sum of epoch e is known,
+    intervals may be S epochs further. So e + S + 1 is the first epoch that no interval can have begun. That
+    epoch begins after the sum is known, because graph servers would otherwise begin it in different modes.
     """
 
     def __init__(
@@ -62,27 +63,35 @@ class IntervalProgress:
         first_epoch: int = 0,
         synchronous_from: int | None = None,
     ) -> None:
-        self._options, self._num_train = options, program.num_train
+        self._options = options
+        self._num_train = program.num_train
         self._schedule = epoch_schedule(program)
-        self.floor = start = first_epoch * len(self._schedule)
-        """The least position."""
-        self.position = [start] * num_intervals
+        self._first_epoch = first_epoch
+        first_position = first_epoch * len(self._schedule)
+        self.floor = first_position
+        """The least position of all intervals."""
+        self.position = [first_position] * num_intervals
         """Positions of the next or running task of each interval."""
         self.running: set[int] = set()
         """Intervals with a running task."""
-        self._first = self.updates = self.end = first_epoch
-        """Weight updates that all parameter servers have made; the epoch before which training stops."""
+        self.updates = first_epoch
+        """Number of weight updates that all parameter servers have made."""
+        self.end = first_epoch
+        """The epoch before which training stops."""
         self.synchronous_from = synchronous_from
-        """The epoch from which asynchronous training is synchronous; None: not known yet, or never."""
-        self._peer_positions = dict.fromkeys(peers, start)
-        self._correct: dict[int, dict[int, int]] = {}
-        self._undecided = first_epoch
+        """The epoch from which asynchronous training is synchronous, or None if none is known."""
+        self._peer_positions = dict.fromkeys(peers, first_position)
+        self._correct_counts: dict[int, dict[int, int]] = {}
+        """Number of correct predictions by epoch and server, from ``_undecided_epoch`` on."""
+        self._undecided_epoch = first_epoch
+        """The first epoch for which some server's correct predictions are not known."""
 
     @property
     def is_done(self) -> bool:
         """True if all intervals and the weights are at the end, and no count of predictions is missing."""
-        over = self.floor >= self.end * len(self._schedule) and self.updates >= self.end
-        return over and (not self._may_switch or self._undecided >= self.end)
+        if self.floor < self.end * len(self._schedule) or self.updates < self.end:
+            return False
+        return not self._may_switch or self._undecided_epoch >= self.end
 
     @property
     def _may_switch(self) -> bool:
@@ -90,14 +99,18 @@ class IntervalProgress:
 
     def is_synchronous(self, epoch: int) -> bool:
         """True if ``epoch`` has a barrier at every Scatter."""
-        late = self.synchronous_from is not None and epoch >= self.synchronous_from
-        return self._options.mode != "async" or epoch <= self._first or late
+        if self._options.mode != "async" or epoch <= self._first_epoch:
+            return True
+        return self.synchronous_from is not None and epoch >= self.synchronous_from
 
     def is_known(self, epoch: int) -> bool:
         """True if it is known whether ``epoch`` is synchronous."""
-        return not self._may_switch or epoch - self._options.staleness - 1 < self._undecided
+        # The predictions of epoch e decide on epoch e + S + 1, see the class.
+        deciding_epoch = epoch - self._options.staleness - 1
+        return not self._may_switch or deciding_epoch < self._undecided_epoch
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
+        """Return the epoch and the next or running task of ``interval``."""
         epoch, index = divmod(self.position[interval], len(self._schedule))
         return epoch, self._schedule[index]
 
@@ -107,15 +120,19 @@ class IntervalProgress:
         if interval in self.running or epoch >= self.end:
             return False
 
+        # The first task of an epoch waits until the weights are new enough.
+        is_synchronous = self.is_synchronous(epoch)
         if index == 0:
-            lead = 0 if self.is_synchronous(epoch) else self._options.staleness
+            lead = 0 if is_synchronous else self._options.staleness
             if not self.is_known(epoch) or epoch > self.updates + lead:
                 return False
-
-        if not self.is_synchronous(epoch):
+        if not is_synchronous:
             return True
+
+        # At a barrier, or before any task of no_pipe, the other intervals must have come as far.
         barrier = self._schedule[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self._options.mode == "no_pipe"):
+        has_local_barrier = barrier is not Barrier.NONE or self._options.mode == "no_pipe"
+        if has_local_barrier and self.floor < position:
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
@@ -123,61 +140,76 @@ class IntervalProgress:
         return [interval for interval in range(len(self.position)) if self.can_start(interval)]
 
     def behind(self, position: int) -> list[int]:
+        """Return the peers with an interval that has not reached ``position``."""
         return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def waited_for(self) -> list[int]:
-        """Return the peers at whose barrier all own intervals wait, or whose counts are missing."""
-        epoch, index = divmod(self.floor, len(self._schedule))
+        """Return the peers that all own intervals wait for, at a barrier or for counts of predictions."""
+        epoch, _ = divmod(self.floor, len(self._schedule))
         if not self.is_known(epoch):
-            return [
-                peer for peer in self._peer_positions if peer not in self._correct.get(self._undecided, ())
-            ]
-        waits = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
-        return self.behind(self.floor) if waits else []
+            counting_servers = self._correct_counts.get(self._undecided_epoch, {})
+            return [peer for peer in self._peer_positions if peer not in counting_servers]
+        return self.behind(self.floor) if self._is_at_global_barrier() else []
+
+    def _is_at_global_barrier(self) -> bool:
+        """True if the next task of the slowest own interval waits for all graph servers."""
+        epoch, index = divmod(self.floor, len(self._schedule))
+        return self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
+        """Mark the next task of ``interval`` as running. Return its epoch and the task."""
         assert self.can_start(interval), f"interval {interval} cannot start"
         self.running.add(interval)
         return self.task_of(interval)
 
     def finish(self, interval: int) -> bool:
-        """Mark the task of ``interval`` as finished; return True if the least position advanced."""
+        """Mark the task of ``interval`` as finished. Return True if the least position advanced."""
         self.running.remove(interval)
         self.position[interval] += 1
-        before = self.floor
+        previous_floor = self.floor
         self.floor = min(self.position)
-        return self.floor > before
+        return self.floor > previous_floor
 
     def news(self) -> tuple[bool, int | None]:
-        """Return whether the peers wait for :attr:`floor`, now reached, and the epoch that they count there.
+        """Return what the peers must learn now that :attr:`floor` has advanced.
 
-        They wait for global barriers, and, with ``switch_at``, for the correct predictions after a loss.
+        The first value is True if peers wait for this position, because a global barrier is there, or because
+        a loss was computed and the peers count predictions. The second is the epoch of that loss, or None.
         """
-        epoch, index = divmod(self.floor, len(self._schedule))
-        at_barrier = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
-        epoch, index = divmod(self.floor - 1, len(self._schedule))
-        is_counted = self._may_switch and self._schedule[index].direction is Direction.FUSED
-        return at_barrier or is_counted, epoch if is_counted else None
+        counted_epoch = None
+        finished_epoch, finished_index = divmod(self.floor - 1, len(self._schedule))
+        if self._may_switch and self._schedule[finished_index].direction is Direction.FUSED:
+            counted_epoch = finished_epoch
+        return self._is_at_global_barrier() or counted_epoch is not None, counted_epoch
 
     def record_position(self, peer: int, position: int) -> None:
+        # Messages may overtake each other.
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
 
     def record_correct(self, server: int, epoch: int, correct: int) -> None:
-        """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order, but once."""
+        """Record that ``server`` has ``correct`` correct predictions in ``epoch``.
+
+        Servers and epochs may come in any order, but each pair only once.
+        """
         num_servers = len(self._peer_positions) + 1
-        self._correct.setdefault(epoch, {})[server] = correct
-        while self._may_switch and len(self._correct.get(self._undecided, ())) == num_servers:
-            correct = sum(self._correct.pop(self._undecided).values())
-            if correct / self._num_train >= self._options.switch_at:
-                self.synchronous_from = self._undecided + self._options.staleness + 1
-            self._undecided += 1
+        self._correct_counts.setdefault(epoch, {})[server] = correct
+
+        # Decide on each epoch that all servers have counted, in the order of the epochs.
+        while self._may_switch:
+            counts = self._correct_counts.get(self._undecided_epoch, {})
+            if len(counts) < num_servers:
+                return
+            del self._correct_counts[self._undecided_epoch]
+            if sum(counts.values()) / self._num_train >= self._options.switch_at:
+                self.synchronous_from = self._undecided_epoch + self._options.staleness + 1
+            self._undecided_epoch += 1
 
 
 @final
 class WorkerPool:
-    """The workers of this rank, behind a controller, from construction until :meth:`close`. Thread-safe.
+    """The workers of this rank, with a controller. They run from construction until :meth:`close`.
 
-    ``handlers`` are those of workers' operations in this process.
+    ``handlers`` are the handlers of workers' operations in this process. The pool is thread-safe.
     """
 
     def __init__(
@@ -188,33 +220,35 @@ class WorkerPool:
         options: LambdaOptions,
         handlers: Mapping[str, Handler],
     ) -> None:
-        self._plan, rank = plan, session.topology.rank
+        self._plan = plan
         self._addresses, secrets = addresses_of(open_client_access(session, options.interface))
-        own_host = self._addresses[rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        self._task = partial(
+        own_address = self._addresses[session.topology.rank]
+        self._make_task = partial(
             Task,
             program=program.digest,
-            graph_server=self._addresses[rank],
+            graph_server=own_address,
             secrets=secrets,
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
             seed=session.seed,
         )
 
         # The executor may give notice before the controller exists.
-        self._wake: Callable[[], None] = lambda: None
-        with ExitStack() as undo:
-            context = ExecutorContext(
-                # The session removes it, however the rank ends.
-                folder=session.scratch,
-                handlers=handlers,
-                notice=lambda: self._wake(),
-            )
+        self._wake_controller: Callable[[], None] = lambda: None
+        # The session removes its scratch folder, however the rank ends.
+        context = ExecutorContext(
+            folder=session.scratch, handlers=handlers, notice=lambda: self._wake_controller()
+        )
+        host_and_port = own_address.endpoint.removeprefix("tcp://")
+        own_host = host_and_port.rpartition(":")[0].strip("[]")
+        # If a later step fails, the executor is closed again.
+        with ExitStack() as resources:
             open_executor: Callable[..., Executor] = EXECUTORS.get(options.executor)
             executor = open_executor(context, options.executor_options)
-            undo.callback(executor.close)
+            resources.callback(executor.close)
             check_reachable(own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
             """True if no provider is paid."""
+
             self.controller = Controller(
                 executor,
                 most=most_workers(options.intervals, read_link_speed(own_host)),
@@ -224,22 +258,26 @@ class WorkerPool:
                 clock=time.perf_counter,
                 observer=partial(_note_spans, session.timeline, program),
             )
-            self._wake = self.controller.wake
+            self._wake_controller = self.controller.wake
             self.ready = self.controller.ready
             self.done = self.controller.finish
             self.raise_if_failed = self.controller.raise_if_failed
-            undo.enter_context(self.controller.run())
-            self.close = undo.pop_all().close
-            """Stops all workers immediately; idempotent."""
+            resources.enter_context(self.controller.run())
+            self.close = resources.pop_all().close
+            """Stops all workers immediately. May be called twice."""
 
     def launch(self, key: TaskKey, rows: slice, first_id: int, *, ready: bool) -> None:
-        """Launch a task on the local ``rows``, whose global ids begin at ``first_id`` for row 0.
+        """Launch the task ``key`` on the local ``rows``. ``first_id`` is the global id of local row 0.
 
-        ``ready`` tells whether its rows can be pulled already.
+        ``ready`` tells whether the rows of the task can be pulled already.
         """
-        server = self._addresses[int(self._plan.server_of_interval[key.interval])]
-        first_row = first_id + rows.start
-        task = self._task(key=key, rows=rows.stop - rows.start, first_row=first_row, parameter_server=server)
+        parameter_server = int(self._plan.server_of_interval[key.interval])
+        task = self._make_task(
+            key=key,
+            rows=rows.stop - rows.start,
+            first_row=first_id + rows.start,
+            parameter_server=self._addresses[parameter_server],
+        )
         self.controller.launch(task, ready=ready)
 
 
@@ -247,41 +285,50 @@ def check_reachable(host: str, *, paid: bool) -> None:
     """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
-            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
-            "with one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME "
-            "(see `ip addr`)"
+            f"workers run in a cloud, but this rank answers at {host}, which only this "
+            "machine can reach; with one rank set the option interface=NAME, with several set "
+            "GLOO_SOCKET_IFNAME=NAME (see `ip addr`)"
         )
 
 
 def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
-    def text(key: bytes | None) -> str | None:
-        return None if key is None else key.decode()
-
-    addresses = {
-        rank: Address(
+    """Return the address of each rank and the secrets, as they travel to workers in JSON."""
+    addresses = {}
+    for rank, address in access.addresses.items():
+        addresses[rank] = Address(
             rank=rank,
             host=address.host,
             endpoint=address.endpoint,
-            public_key=text(address.public_key),
+            public_key=_decode_key(address.public_key),
         )
-        for rank, address in access.addresses.items()
-    }
-    shown = access.credentials
-    keys = {"public_key": text(shown.public_key), "secret_key": text(shown.secret_key)}
-    return addresses, Secrets(secret=shown.secret.decode(), **keys)
+
+    credentials = access.credentials
+    secrets = Secrets(
+        secret=credentials.secret.decode(),
+        public_key=_decode_key(credentials.public_key),
+        secret_key=_decode_key(credentials.secret_key),
+    )
+    return addresses, secrets
+
+
+def _decode_key(key: bytes | None) -> str | None:
+    return None if key is None else key.decode()
+
+
+_WORKER_SPANS = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
+"""Names of the spans of workers. The brackets stand for the name of the step."""
 
 
 def _note_spans(
-    timeline: Timeline, program: Program, key: TaskKey, sent: float, ready: float, done: float
+    timeline: Timeline, program: Program, key: TaskKey, sent_s: float, ready_s: float, done_s: float
 ) -> None:
-    # The worker's wait for its rows, and its work, with the clock of the timeline.
-    work = max(sent, ready)
-    note = partial(Span, row=WORKER, batch=key.epoch, interval=key.interval)
-    if sent < work:
-        timeline.note(note(name=f"{WAIT} for rows", begin_s=sent, end_s=work))
-    spans = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
-    name = spans[key.direction].format(program.steps[key.step].name)
-    timeline.note(note(name=name, begin_s=work, end_s=done))
+    """Add the worker's wait for its rows, and its work, to ``timeline``. All times are of its clock."""
+    work_start_s = max(sent_s, ready_s)
+    make_span = partial(Span, row=WORKER, batch=key.epoch, interval=key.interval)
+    if sent_s < work_start_s:
+        timeline.note(make_span(name=f"{WAIT} for rows", begin_s=sent_s, end_s=work_start_s))
+    name = _WORKER_SPANS[key.direction].format(program.steps[key.step].name)
+    timeline.note(make_span(name=name, begin_s=work_start_s, end_s=done_s))
 
 
 _SPANS = {
@@ -291,23 +338,26 @@ _SPANS = {
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
 }
-"""Names of spans; of other tasks that of the step."""
+"""Names of the spans of tasks. The spans of other kinds have the name of the step alone."""
 HALO_ROWS, HALO_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
-"""Operations named "step/sender"."""
+"""Operations with the name "step/sender"."""
 REACHED = "lambda.reached"
-"""Named "position/sender"; with ``switch_at``, after a loss with the number of correct predictions."""
+"""Operation with the name "position/sender". With ``switch_at``, the call after a loss also carries the
+number of correct predictions."""
 EXCHANGED = {TaskKind.SCATTER: (HALO_ROWS, "ghosts"), TaskKind.SEND_BACK: (HALO_GRADIENTS, "ghost_gradients")}
-"""Operation and ledger phase: |G| (4 + s d) bytes per Scatter, epoch and direction; the layer is the step."""
+"""Operation and ledger phase. A Scatter moves |G| (4 + s d) bytes per epoch and direction. The layer of the
+ledger is the step."""
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
-"""They mostly wait for replies: one waits while the other packs."""
-# These come before all positions.
+"""Network threads mostly wait for replies. With two of them, one waits while the other packs."""
+# Priorities before all positions.
 _STOP = -3
 _ANNOUNCE = -2
 _IMMEDIATELY = -1
 
 _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
-"""(position, interval or announced position, action), least first; no action: the thread ends."""
+"""Actions of threads in the order of (priority, interval or announced position). A thread that gets None as
+its action ends."""
 
 
 @final
@@ -315,8 +365,8 @@ class ThreadScheduler:
     """Runs the epochs of one graph server on compute threads, one per core, and network threads. Thread-safe.
 
     Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
-    all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before its own
-    starts, to hide its start-up.
+    all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before the
+    worker's own task starts, which hides the worker's start-up.
     """
 
     def __init__(
@@ -325,23 +375,23 @@ class ThreadScheduler:
         self._server = server
         self._progress = progress
         self._workers = workers
-        self._rpc, self._timeline = session.rpc, session.timeline
+        self._rpc = session.rpc
+        self._timeline = session.timeline
 
-        # This rank's share of the cores of its machine, at least 1.
-        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[server.rank]]
-        self._num_threads = server.options.threads or max(1, cores)
-        self._early: dict[ScheduledTask, ScheduledTask] = {
-            before: task
-            for before, task in pairwise(server.schedule if server.options.mode != "no_pipe" else ())
-            if task.kind is TaskKind.WORK
-            and task.barrier is Barrier.NONE
-            and before.kind is not TaskKind.WORK
-        }
+        # The ranks of a machine share its cores.
+        num_ranks_here = session.hosts.count(session.hosts[server.rank])
+        num_cores = max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
+        self._num_threads = server.options.threads or num_cores
+        self._early_launches: dict[ScheduledTask, ScheduledTask] = {}
+        """Tasks of workers that are launched when the task before starts, by the task before."""
+        if server.options.mode != "no_pipe":
+            self._early_launches = _find_early_launches(server.schedule)
+
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._done_or_failed = threading.Condition(self._lock)
         self._queues: dict[str, _Queue] = {row: PriorityQueue() for row in (GRAPH_SERVER, NETWORK)}
         self._failure: BaseException | None = None
-        self._stopping = True
+        self._is_stopping = True
         self._progress_at = time.monotonic()
         self._handlers: dict[str, Handler] = {
             HALO_ROWS: partial(self._receive_rows, TaskKind.SCATTER),
@@ -357,36 +407,42 @@ class ThreadScheduler:
 
     @property
     def queue_length(self) -> int:
-        """Tasks that wait for a thread; the number of workers is tuned by it."""
+        """Number of tasks that wait for a thread. The number of workers is tuned by this length."""
         return self._queues[GRAPH_SERVER].qsize()
 
     def state(self) -> tuple[int, str]:
-        """Return the least epoch, and the number of intervals at each step ("AV1 3 GA1 2"); thread-safe."""
+        """Return the least epoch, and how many intervals are at each step, such as "AV1 3 GA1 2"."""
         with self._lock:
-            tasks = [self._progress.task_of(interval) for interval in range(len(self._progress.position))]
+            intervals = range(len(self._progress.position))
+            tasks = [self._progress.task_of(interval) for interval in intervals]
             end = self._progress.end
-        steps = Counter(self._server.program.steps[task.step].name for epoch, task in tasks if epoch < end)
-        text = " ".join(f"{step} {number}" for step, number in sorted(steps.items()))
+
+        # Intervals that have completed the last epoch are at no step.
+        num_intervals = Counter[str]()
+        for epoch, task in tasks:
+            if epoch < end:
+                num_intervals[self._server.program.steps[task.step].name] += 1
+        text = " ".join(f"{step} {number}" for step, number in sorted(num_intervals.items()))
         return min(epoch for epoch, _ in tasks), text or "drained"
 
     def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
 
         ``check`` is called every half a second with the seconds without progress and the peers that are
-        waited for; it raises if something is wrong. After any error the scheduler cannot run again.
+        waited for. It raises an error if something is wrong. After any error the scheduler cannot run again.
         """
         rows = [GRAPH_SERVER] * self._num_threads + [NETWORK] * _NETWORK_THREADS
-        threads = [
-            threading.Thread(
-                target=self._serve, args=(self._queues[row],), name=f"dglx-graph-server-{number}", daemon=True
-            )
-            for number, row in enumerate(rows)
-        ]
+        threads = []
+        for index, row in enumerate(rows):
+            name = f"dglx-graph-server-{index}"
+            queue = self._queues[row]
+            threads.append(threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True))
         for thread in threads:
             thread.start()
+
         try:
             with self._lock:
-                self._stopping = False
+                self._is_stopping = False
                 self._progress_at = time.monotonic()
                 self._progress.end = end
                 self._enqueue_all()
@@ -396,7 +452,8 @@ class ThreadScheduler:
             raise
         finally:
             with self._lock:
-                self._stopping = True
+                self._is_stopping = True
+            # Each thread takes one of these entries, and ends.
             for row in rows:
                 self._queues[row].put((_STOP, 0, None))
             for thread in threads:
@@ -404,21 +461,24 @@ class ThreadScheduler:
                 thread.join(None if self._failure is None else _JOIN_TIMEOUT_S)
 
     def weights_updated(self, updates: int) -> None:
+        """Record that all parameter servers have made ``updates`` updates, and start what waited for them."""
         with self._lock:
             self._progress.updates = max(self._progress.updates, updates)
             self._enqueue_all()
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
-        # First: until the controller knows, it would count the loss of another attempt as one of the task.
+        """Record that ``attempt`` has sent all rows of the task ``key``, and start what waited for them."""
+        # Until the controller knows the end, it would count the loss of another attempt as that of the task.
         self.duplicate_done(key, attempt)
         with self._lock:
             self._finish(key.interval - self._server.part.first_interval)
 
     def duplicate_done(self, key: TaskKey, attempt: int) -> None:
+        """Tell the controller that ``attempt`` has ended. Another attempt may have done the task before."""
         try:
             self._workers.done(key, attempt)
         except DglxError as error:
-            # The next task could not be sent, which must not fail the call of the worker served here.
+            # The controller could not send the next task. The call of this worker must not fail for that.
             self._fail(error)
 
     def _receive_rows(self, kind: TaskKind, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -431,6 +491,7 @@ class ThreadScheduler:
         with self._lock:
             self._progress.record_position(sender, position)
             for (correct,) in arrays:
+                # The task before this position has computed the loss.
                 epoch = (position - 1) // len(self._server.schedule)
                 self._progress.record_correct(sender, epoch, int(correct))
             self._enqueue_all()
@@ -439,55 +500,69 @@ class ThreadScheduler:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or error
-            self._changed.notify_all()
+            self._done_or_failed.notify_all()
 
     def _wait(self, check: Callable[[float, Sequence[int]], None]) -> None:
+        """Return when all intervals are done. Raise the first failure of a thread, worker or ``check``."""
         while True:
             with self._lock:
                 if self._failure is None and not self._progress.is_done:
-                    self._changed.wait(_CHECK_INTERVAL_S)
-                failure, done = self._failure, self._progress.is_done
+                    self._done_or_failed.wait(_CHECK_INTERVAL_S)
+                failure = self._failure
+                is_done = self._progress.is_done
                 quiet_s = time.monotonic() - self._progress_at
-                behind = self._progress.waited_for()
+                awaited_peers = self._progress.waited_for()
 
             if failure is not None:
                 raise failure
-            if done:
+            if is_done:
                 return
             self._workers.raise_if_failed()
-            check(quiet_s, behind)
+            check(quiet_s, awaited_peers)
 
     def _enqueue_all(self) -> None:
         for interval in self._progress.startable():
             self._enqueue(interval)
         if self._progress.is_done:
-            self._changed.notify_all()
+            self._done_or_failed.notify_all()
 
     def _enqueue(self, interval: int) -> None:
         position = self._progress.position[interval]
         epoch, task = self._progress.start(interval)
         row = NETWORK if task.kind in EXCHANGED else GRAPH_SERVER
-        # Opening a task costs nothing and lets a worker begin. Queued after all gathers of its phase, workers
-        # and graph server would take turns.
-        first = _IMMEDIATELY if task.kind is TaskKind.WORK else position
-        self._queues[row].put((first, interval, partial(self._execute, interval, epoch, task, row)))
+
+        # Opening a task costs nothing and lets a worker begin. If the opening were queued after all gathers
+        # of its phase, workers and graph server would take turns.
+        priority = _IMMEDIATELY if task.kind is TaskKind.WORK else position
+        action = partial(self._execute, interval, epoch, task, row)
+        self._queues[row].put((priority, interval, action))
 
     def _finish(self, interval: int) -> None:
-        # The caller holds the lock.
+        """Finish the task of ``interval``, and start what waited for its end. The caller holds the lock."""
         self._progress_at = time.monotonic()
-        if self._stopping:
+        if self._is_stopping:
             return
-        if self._progress.finish(interval):
-            position = self._progress.floor
-            is_awaited, counted = self._progress.news()
-            if is_awaited:
-                self._queues[NETWORK].put((_ANNOUNCE, position, partial(self._announce, position, counted)))
-            self._enqueue_all()
-        elif self._progress.can_start(interval):
-            self._enqueue(interval)
+        has_advanced = self._progress.finish(interval)
+        if not has_advanced:
+            # Only the next task of this interval can have waited.
+            if self._progress.can_start(interval):
+                self._enqueue(interval)
+            return
+
+        # All intervals have reached a new position, for which intervals of this and other servers may wait.
+        position = self._progress.floor
+        is_awaited, counted_epoch = self._progress.news()
+        if is_awaited:
+            action = partial(self._announce, position, counted_epoch)
+            self._queues[NETWORK].put((_ANNOUNCE, position, action))
+        self._enqueue_all()
 
     def _serve(self, queue: _Queue) -> None:
-        while (action := queue.get()[2]) is not None:
+        """Run the actions of ``queue`` until the first failure or an action None. Each thread runs this."""
+        while True:
+            _, _, action = queue.get()
+            if action is None:
+                return
             try:
                 action()
             except Exception as error:  # noqa: BLE001 - the thread that waits in run() raises it
@@ -495,16 +570,17 @@ class ThreadScheduler:
                 return
 
     def _execute(self, interval: int, epoch: int, task: ScheduledTask, row: str) -> None:
+        """Execute ``task``, or open it for a worker. A worker's task is finished by :meth:`task_done`."""
         server = self._server
         name = _SPANS.get(task.kind, "{}").format(server.program.steps[task.step].name)
-        number = server.part.first_interval + interval
-        with self._timeline.span(name, row, epoch, number):
+        with self._timeline.span(name, row, epoch, server.part.first_interval + interval):
             if task.kind is TaskKind.WORK:
                 self._open(interval, epoch, task)
                 return
-            if (work := self._early.get(task)) is not None:
-                key = server.key_of(interval, epoch, work)
-                self._launch(interval, key, ready=False)
+
+            worker_task = self._early_launches.get(task)
+            if worker_task is not None:
+                self._launch(interval, server.key_of(interval, epoch, worker_task), ready=False)
             if task.kind in EXCHANGED:
                 self._send(interval, task)
             else:
@@ -514,9 +590,10 @@ class ThreadScheduler:
             self._finish(interval)
 
     def _open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
+        """Let a worker pull the rows of ``task``, and launch the worker if that was not done before."""
         key = self._server.key_of(interval, epoch, task)
         self._server.open(interval, epoch, task)
-        if task in self._early.values():
+        if task in self._early_launches.values():
             self._workers.ready(key)
         else:
             self._launch(interval, key, ready=True)
@@ -527,27 +604,45 @@ class ThreadScheduler:
         self._workers.launch(key, rows, first_id, ready=ready)
 
     def _send(self, interval: int, task: ScheduledTask) -> None:
+        """Send the halo rows or halo gradients of ``interval`` to all peers, and wait for the replies."""
         op, phase = EXCHANGED[task.kind]
         name = pair_name(task.step, self._server.rank)
-        submit = self._rpc.submit
-        sent = [
-            submit(peer, op, name, arrays, phase=phase, layer=task.step)
-            for peer, arrays in self._server.halo_messages(interval, task)
-        ]
-        for pending in sent:
-            pending.result()
+        calls = []
+        for peer, arrays in self._server.halo_messages(interval, task):
+            call = self._rpc.submit(peer, op, name, arrays, phase=phase, layer=task.step)
+            calls.append(call)
+        for call in calls:
+            call.result()
 
-    def _announce(self, position: int, counted: int | None) -> None:
-        # To all peers; waits for their replies.
+    def _announce(self, position: int, counted_epoch: int | None) -> None:
+        """Tell all peers that this server has reached ``position``, and wait for their replies.
+
+        If ``counted_epoch`` is an epoch, the peers also get its number of correct predictions.
+        """
         rank = self._server.rank
-        counts = list[Array]()
-        if counted is not None:
-            counts = [np.array([self._server.correct(counted)], dtype=np.int64)]
         peers = {*range(self._server.part.graph.num_servers)} - {rank}
-        self._rpc.call_all(peers, REACHED, pair_name(position, rank), counts, phase=CONTROL)
+        name = pair_name(position, rank)
+        if counted_epoch is None:
+            self._rpc.call_all(peers, REACHED, name, [], phase=CONTROL)
+            return
 
-        if counted is not None:
-            # Only after the peers know it, because a graph server that is done sends nothing more.
-            with self._lock:
-                self._progress.record_correct(rank, counted, int(counts[0][0]))
-                self._enqueue_all()
+        correct = self._server.correct(counted_epoch)
+        self._rpc.call_all(peers, REACHED, name, [np.array([correct], np.int64)], phase=CONTROL)
+        # The count is recorded only after the peers know it. With it this server may be done, and a server
+        # that is done sends nothing more.
+        with self._lock:
+            self._progress.record_correct(rank, counted_epoch, correct)
+            self._enqueue_all()
+
+
+def _find_early_launches(schedule: Sequence[ScheduledTask]) -> dict[ScheduledTask, ScheduledTask]:
+    """Return the tasks of workers in ``schedule`` that may be launched early, by the task before each.
+
+    The task before must run on the graph server, and there must be no barrier between the two.
+    """
+    early_launches = {}
+    for previous, task in pairwise(schedule):
+        is_work = task.kind is TaskKind.WORK and previous.kind is not TaskKind.WORK
+        if is_work and task.barrier is Barrier.NONE:
+            early_launches[previous] = task
+    return early_launches

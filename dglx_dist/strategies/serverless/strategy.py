@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 
 _EDGE_BYTES = 80
-"""Memory of a machine for each edge of its servers, measured with two layers; without that of workers."""
-
-
-_EPOCHS: Mapping[int, float] = MappingProxyType({0: 1.08, 1: 1.4})
-"""Staleness to epochs to the same accuracy, relative to the pipeline with barriers (Dorylus has 1.00 to 1.14
-and 1.07 to 1.58)."""
+"""Bytes of memory for each edge of a machine's servers, measured with two layers. Workers need more."""
+_EPOCHS_FACTORS: Mapping[int, float] = MappingProxyType({0: 1.08, 1: 1.4})
+"""Number of epochs until the pipeline with barriers is equally accurate, as a factor by staleness. Dorylus
+reports 1.00 to 1.14 and 1.07 to 1.58."""
 
 
 @final
@@ -51,9 +49,10 @@ class OpenedLambda(OpenedStrategy):
 
 @final
 class Lambda(Strategy):
-    """Graph servers on all ranks; an executor runs the tensor work on stateless workers.
+    """Graph servers on all ranks, and an executor that runs the tensor work on stateless workers.
 
-    Options: those of ``LambdaOptions``, and the executor's own. See docs/strategies/lambda.md.
+    The options are the fields of ``LambdaOptions`` and the options of the executor. See
+    docs/strategies/lambda.md.
     """
 
     traits = Traits(
@@ -72,8 +71,8 @@ class Lambda(Strategy):
         num_ranks = session.topology.world_size
         if num_servers > num_ranks:
             raise ConfigError(
-                f"option parameter_servers={num_servers}, but there are {num_ranks} ranks; give at most as "
-                "many, or start more ranks"
+                f"option parameter_servers={num_servers}, but there are {num_ranks} ranks; "
+                "give at most as many, or start more ranks"
             )
 
     def open(self, g: DistGraph) -> OpenedLambda:
@@ -81,8 +80,8 @@ class Lambda(Strategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield the pipeline with barriers, and asynchronous ones of both staleness bounds."""
+        """Yield the pipeline with barriers, and asynchronous pipelines with both staleness bounds."""
         yield Candidate(unit="full_graph")
-        for staleness, factor in _EPOCHS.items():
+        for staleness, factor in _EPOCHS_FACTORS.items():
             options = {"mode": "async", "staleness": staleness}
             yield Candidate(unit="full_graph", options=options, exact=False, epochs_factor=factor)

@@ -26,7 +26,7 @@ from dglx_dist.strategies.serverless.program import Apply, End, Program
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
 with warnings.catch_warnings():
-    # torch warns once of arrays that cannot be written. Operations of programs only read them.
+    # torch warns once of read-only arrays, which is done here without a message. Programs only read arrays.
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(bytes(8)))
 Arrays: TypeAlias = tuple[Array, ...]
@@ -45,11 +45,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 TASK_OVER: Array = np.zeros(0, np.bool_)
-"""Answer to a pull in place of rows: another attempt has done the task."""
+"""Answer to a pull in place of rows, if another attempt has done the task."""
 
 
 class Direction(str, Enum):
-    """Direction of a task; the value is its text in a key."""
+    """Direction of a task. The value is its text in a key."""
 
     FORWARD = "f"
     BACKWARD = "b"
@@ -60,7 +60,7 @@ class Direction(str, Enum):
 @final
 @dataclass(frozen=True, order=True)
 class TaskKey:
-    """Identifies a task; ordered by epoch, step, interval, text of the direction, and run."""
+    """Identifies a task. Keys are ordered by epoch, step, interval, text of the direction, and run."""
 
     epoch: int
     step: int
@@ -69,14 +69,14 @@ class TaskKey:
     """Global number of the interval."""
     direction: Direction
     run: int = 0
-    """Number of the run in its session: workers of an earlier run may still be active in the same epochs."""
+    """Number of the run in its session. Workers of an earlier run may still be active in the same epochs."""
 
     def __str__(self) -> str:
         return f"r{self.run}.e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
 
     @classmethod
     def parse(cls, text: str) -> TaskKey:
-        """Read the text form, such as ``r1.e3.s2.i7.f``; ConfigError if it is invalid."""
+        """Read the text of a key, such as ``r1.e3.s2.i7.f``. Raises ConfigError if the text is invalid."""
         match = _KEY.fullmatch(text)
         if match is None:
             raise ConfigError(f"{text[:80]!r} is no key of a task; write it like r1.e3.s2.i7.f")
@@ -84,15 +84,15 @@ class TaskKey:
         return cls(int(epoch), int(step), int(interval), Direction(direction), int(run))
 
     def check_run(self, run: int) -> None:
-        """Raise ConfigError unless this is a task of ``run``."""
+        """Raise ConfigError if this is a task of another run than ``run``."""
         if self.run != run:
             raise ConfigError(
-                f"task {self} is of run {self.run} of this session, and this is run {run}; the call comes "
-                "from a worker that was given up"
+                f"task {self} is of run {self.run} of this session, and this is run {run}; "
+                "the call comes from a worker that was given up"
             )
 
     def check(self, program: Program) -> None:
-        """Raise ConfigError unless ``program`` has such a task for a worker, of any interval."""
+        """Raise ConfigError if workers of ``program`` have no such task in any interval."""
         if self.step >= len(program.steps):
             raise ConfigError(f"task {self} names step {self.step} of {len(program.steps)}")
         step = program.steps[self.step]
@@ -111,11 +111,11 @@ def half_name(key: TaskKey, half: int) -> str:
 
 
 def parse_half(name: str) -> tuple[TaskKey, int]:
-    """Read :func:`half_name`; ConfigError if it is invalid."""
-    key, slash, half = name.partition("/")
-    if not slash or half not in ("0", "1"):
+    """Return the key and the half of a :func:`half_name`. Raises ConfigError if ``name`` is invalid."""
+    key_text, _, half = name.partition("/")
+    if half not in ("0", "1"):
         raise ConfigError(f"{name[:80]!r} names no half of a task; write it like r1.e3.s2.i7.f/0")
-    return TaskKey.parse(key), int(half)
+    return TaskKey.parse(key_text), int(half)
 
 
 def attempt_name(key: TaskKey, half: int, attempt: int) -> str:
@@ -124,17 +124,18 @@ def attempt_name(key: TaskKey, half: int, attempt: int) -> str:
 
 
 def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
-    """Read :func:`attempt_name`; ConfigError if it is invalid."""
-    front, slash, attempt = name.rpartition("/")
+    """Return key, half and attempt of an :func:`attempt_name`. Raises ConfigError if ``name`` is invalid."""
+    name_of_half, slash, attempt = name.rpartition("/")
     if not slash or not _ATTEMPT.fullmatch(attempt):
         raise ConfigError(f"{name[:80]!r} names no attempt at a task; write it like r1.e3.s2.i7.f/0/1")
-    return (*parse_half(front), int(attempt))
+    key, half = parse_half(name_of_half)
+    return key, half, int(attempt)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Address of a graph server or parameter server; ConfigError if the endpoint has another protocol."""
+    """Address of a graph server or parameter server. Raises ConfigError if the protocol is not TCP."""
 
     rank: Annotated[int, Within(0, MAX_RANK)]
     host: _Text
@@ -194,9 +195,10 @@ class Task:
 
     @classmethod
     def from_event(cls, event: object) -> Task:
-        """Read the result of :meth:`to_event`, as text or parsed JSON; ConfigError if it is invalid."""
-        values = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
-        fields = Fields(values, "a task")
+        """Read a task from the JSON of :meth:`to_event`, as text or parsed. Raises ConfigError if invalid."""
+        if isinstance(event, bytes | str):
+            event = read_json(event, MAX_EVENT_BYTES, "a task")
+        fields = Fields(event, "a task")
         fields.integer("version", _VERSION, _VERSION)
         task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 1, 64)))
         fields.reject_unread()
@@ -211,13 +213,13 @@ class Role(Enum):
     INPUT = "input"
     """Rows of ``slot``."""
     GRADIENT = "gradient"
-    """Gradient of ``slot``, pulled for outputs and sent for inputs."""
+    """Gradient of ``slot``. Gradients of outputs are pulled, and gradients of inputs are sent."""
     OUTPUT = "output"
     """Computed rows of ``slot``."""
     LABELS = "labels"
-    """Labels of nodes, -1 or NaN where there is none. A fused task pulls them."""
+    """Labels of nodes, pulled by a fused task. A node without a label has -1 or NaN."""
     STATISTICS = "statistics"
-    """(2,) float64 of a half: sum of losses, number of correct rows. A fused task sends them."""
+    """(2,) float64 sum of losses and number of correct rows of a half, sent by a fused task."""
 
 
 @final
@@ -233,7 +235,7 @@ class Item:
 
 
 def label_item(program: Program) -> Item:
-    # Classes travel as int32.
+    """Return the item of the labels, which are classes if the slot of the label has a dtype."""
     if program.label.dtype:
         return Item(Role.LABELS, "int32", 0)
     return Item(Role.LABELS, program.dtype, program.label.width)
@@ -244,13 +246,13 @@ _STATISTICS = Item(Role.STATISTICS, "float64", 0)
 
 def pulled_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` pulls from its graph server per half."""
-    apply = _apply_step(program, step)
-    inputs = tuple(_item(program, item.slot, Role.INPUT, item.end) for item in apply.inputs)
-    if direction is Direction.FORWARD:
-        return inputs
+    apply = _get_apply(program, step)
+    items = [_make_item(program, item.slot, Role.INPUT, item.end) for item in apply.inputs]
     if direction is Direction.FUSED:
-        return (*inputs, label_item(program))
-    return inputs + tuple(_item(program, slot.name, Role.GRADIENT) for slot in apply.outputs)
+        items.append(label_item(program))
+    elif direction is Direction.BACKWARD:
+        items += [_make_item(program, slot.name, Role.GRADIENT) for slot in apply.outputs]
+    return tuple(items)
 
 
 def given_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
@@ -258,15 +260,17 @@ def given_items(program: Program, step: int, direction: Direction) -> tuple[Item
 
     Input gradients are sent only for slots in ``program.trained_slots``, in the order of the step's inputs.
     """
-    apply = _apply_step(program, step)
+    apply = _get_apply(program, step)
     if direction is Direction.FORWARD:
-        return tuple(_item(program, slot.name, Role.OUTPUT) for slot in apply.outputs)
-    gradients = tuple(
-        _item(program, item.slot, Role.GRADIENT, item.end)
-        for item in apply.inputs
-        if item.slot in program.trained_slots
-    )
-    return (*gradients, _STATISTICS) if direction is Direction.FUSED else gradients
+        return tuple(_make_item(program, slot.name, Role.OUTPUT) for slot in apply.outputs)
+
+    items = []
+    for item in apply.inputs:
+        if item.slot in program.trained_slots:
+            items.append(_make_item(program, item.slot, Role.GRADIENT, item.end))
+    if direction is Direction.FUSED:
+        items.append(_STATISTICS)
+    return tuple(items)
 
 
 def half_rows(rows: int, half: int) -> slice:
@@ -277,35 +281,43 @@ def half_rows(rows: int, half: int) -> slice:
 
 def round_rows(rows: int) -> int:
     """Return about ``rows``, such that the row with this number is aligned in memory if row 0 is."""
-    return rows // _ALIGNED_ROWS * _ALIGNED_ROWS if rows >= 8 * _ALIGNED_ROWS else rows
+    if rows < 8 * _ALIGNED_ROWS:
+        # Rounding would make such halves or intervals too uneven.
+        return rows
+    return rows // _ALIGNED_ROWS * _ALIGNED_ROWS
 
 
 def half_length(rows: int, half: int) -> int:
-    part = half_rows(rows, half)
-    return part.stop - part.start
+    selection = half_rows(rows, half)
+    return selection.stop - selection.start
 
 
 def check_payload(items: Sequence[Item], arrays: Sequence[Array], rows: int, where: str) -> None:
-    """Raise ConfigError unless ``arrays``, of ``where``, match ``items`` for a half of ``rows`` rows."""
+    """Raise ConfigError if ``arrays`` do not match ``items`` for a half of ``rows`` rows.
+
+    ``where`` describes the arrays in the message.
+    """
     if len(arrays) != len(items):
         raise ConfigError(f"{where} has {len(arrays)} arrays, not {len(items)}")
     for item, array in zip(items, arrays, strict=True):
-        shape: tuple[int, ...] = (rows, item.width) if item.width or item.slot else (rows,)
+        shape: tuple[int, ...] = (rows,)
         if item.role is Role.STATISTICS:
             shape = (2,)
+        elif item.width or item.slot:
+            shape = (rows, item.width)
         if array.shape != shape or array.dtype != item.dtype:
             subject = f"{item.role.value} {item.slot}".rstrip()
             raise ConfigError(
-                f"{where} has {subject} of shape {array.shape} and {array.dtype}, not {shape} and "
-                f"{item.dtype}"
+                f"{where} has {subject} of shape {array.shape} and {array.dtype}, not {shape} "
+                f"and {item.dtype}"
             )
 
 
-def _item(program: Program, slot: str, role: Role, end: End = "row") -> Item:
+def _make_item(program: Program, slot: str, role: Role, end: End = "row") -> Item:
     return Item(role, program.dtype_of(slot), program.slots[slot].width, slot, end)
 
 
-def _apply_step(program: Program, step: int) -> Apply:
+def _get_apply(program: Program, step: int) -> Apply:
     apply = program.steps[step]
     assert isinstance(apply, Apply)
     return apply
@@ -313,26 +325,25 @@ def _apply_step(program: Program, step: int) -> Apply:
 
 @functools.cache
 def kernels() -> str:
-    """Describe the arithmetic of this process. Others with another description may compute other bits."""
-    libraries = re.findall(
-        r"BLAS_INFO=\w+|oneAPI Math Kernel Library Version [\w.-]+", torch.__config__.show()
-    )
+    """Describe the arithmetic of this process. A process with a different text may compute other bits."""
+    pattern = r"BLAS_INFO=\w+|oneAPI Math Kernel Library Version [\w.-]+"
+    libraries = re.findall(pattern, torch.__config__.show())
     capability = torch.backends.cpu.get_cpu_capability()
     return ", ".join([f"PyTorch {torch.__version__}", capability, *libraries])
 
 
 class Computed(NamedTuple):
-    """Results of a half, or of both."""
+    """Results of one half of a task, or of both halves."""
 
     rows: Arrays
-    """For the graph server: see :func:`given_items`."""
+    """Arrays for the graph server, see :func:`given_items`."""
     gradients: Arrays
-    """For the parameter server: one per weight of the step, summed over the rows; () forward."""
+    """Gradients for the parameter server, summed over the rows: one per weight, or () for a forward task."""
 
 
 @final
 class TaskComputation:
-    """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe."""
+    """Computation of the tasks of one step and direction, in any interval and epoch. Thread-safe."""
 
     def __init__(self, program: Program, step: int, direction: Direction) -> None:
         self.pulled = pulled_items(program, step, direction)
@@ -340,22 +351,21 @@ class TaskComputation:
         self.given = given_items(program, step, direction)
         """Arrays sent per half."""
         self._program = program
-        self._step = _apply_step(program, step)
+        self._step = _get_apply(program, step)
         self._direction = direction
         self.weights = program.weights_of(step)
         """Shape of each weight by the user's name, in order."""
         self.drops = self._step.body.drops
-        """Whether it needs keys of rows."""
+        """Whether the computation needs keys of rows."""
         self.pushes = direction is not Direction.FORWARD
-        """Whether gradients of the weights, possibly none, go to the parameter server."""
+        """Whether the computation returns gradients of its weights, possibly of none."""
 
     def half(
         self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
     ) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
 
-        Raises:
-            ConfigError: an argument does not fit the program.
+        Raises ConfigError if an argument does not fit the program.
         """
         name = self._step.name
         check_payload(self.pulled, arrays, rows, f"what step {name!r} pulled")
@@ -364,76 +374,97 @@ class TaskComputation:
         if actual != expected:
             raise ConfigError(f"step {name!r} got weights {actual}, not {expected} ({list(self.weights)})")
         if not rows:
-            return self._no_rows()
-        matrices, tensors = (list(map(_to_tensor, array)) for array in (weights, arrays))
+            # Some operations fail without rows.
+            return self._make_empty_result()
+
+        weight_tensors = [_to_tensor(weight) for weight in weights]
+        tensors = [_to_tensor(array) for array in arrays]
         if self._direction is Direction.FORWARD:
             with torch.no_grad():
-                return self._forward(matrices, tensors, keys)
-        return self._backward(matrices, tensors, keys)
+                return self._forward(weight_tensors, tensors, keys)
+        return self._backward(weight_tensors, tensors, keys)
 
     def compute_halves(
         self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
     ) -> Computed:
-        """Compute a task of ``rows`` rows as a worker does: the rows of one half, then those of the other."""
-        computed = []
+        """Compute a task of ``rows`` rows as a worker does, first one half and then the other."""
+        results = []
         for half in (0, 1):
-            part = half_rows(rows, half)
-            of_half = [array[part] for array in arrays]
-            half_keys = keys and keys._replace(ids=keys.ids[part])
-            computed.append(self.half(weights, of_half, half_length(rows, half), half_keys))
+            selection = half_rows(rows, half)
+            arrays_of_half = [array[selection] for array in arrays]
+            keys_of_half = None if keys is None else keys._replace(ids=keys.ids[selection])
+            results.append(self.half(weights, arrays_of_half, half_length(rows, half), keys_of_half))
 
-        first, second = computed
-        return Computed(
-            join_halves(self.given, first.rows, second.rows),
-            add_gradients(first.gradients, second.gradients),
-        )
+        first, second = results
+        joined_rows = join_halves(self.given, first.rows, second.rows)
+        return Computed(joined_rows, add_gradients(first.gradients, second.gradients))
 
-    def _no_rows(self) -> Computed:
-        shapes = [(2,) if item.role is Role.STATISTICS else (0, item.width) for item in self.given]
-        rows = tuple(np.zeros(shape, item.dtype) for shape, item in zip(shapes, self.given, strict=True))
-        dtype = self._program.dtype
-        gradients = (np.zeros(shape, dtype) for shape in self.weights.values() if self.pushes)
-        return Computed(rows, tuple(gradients))
+    def _make_empty_result(self) -> Computed:
+        rows = []
+        for item in self.given:
+            shape = (2,) if item.role is Role.STATISTICS else (0, item.width)
+            rows.append(np.zeros(shape, item.dtype))
+        gradients = []
+        if self.pushes:
+            gradients = [np.zeros(shape, self._program.dtype) for shape in self.weights.values()]
+        return Computed(tuple(rows), tuple(gradients))
 
     def _forward(self, weights: list[Tensor], inputs: list[Tensor], keys: RowKeys | None) -> Computed:
         values = self._step.body.run(inputs, weights, keys)
-        pairs = zip(self.given, self._step.body.outputs, strict=True)
-        return Computed(tuple(_to_array(values[n].reshape(-1, item.width)) for item, n in pairs), ())
+        rows = []
+        for item, output in zip(self.given, self._step.body.outputs, strict=True):
+            rows.append(_to_array(values[output].reshape(-1, item.width)))
+        return Computed(tuple(rows), ())
 
     def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys | None) -> Computed:
-        step, trained = self._step, self._program.trained_slots
-        num_inputs = len(step.inputs)
-        num_outputs = len(step.outputs)
-        inputs = [
-            tensor.detach().requires_grad_() if item.slot in trained else tensor
-            for item, tensor in zip(step.inputs, arrays[:num_inputs], strict=True)
-        ]
+        """Run the step with autograd, and return gradients of trained inputs and of all weights.
+
+        ``arrays`` has the inputs, and then the gradients of the outputs. A fused task has labels instead, and
+        returns statistics after the gradients of the inputs.
+        """
+        # Gradients are wanted of all weights, and then of the inputs that depend on a weight.
+        inputs = arrays[: len(self._step.inputs)]
         leaves = [weight.requires_grad_() for weight in weights]
-        leaves += [tensor for tensor in inputs if tensor.requires_grad]
-        is_fused = self._direction is Direction.FUSED
+        for position, item in enumerate(self._step.inputs):
+            if item.slot in self._program.trained_slots:
+                inputs[position] = inputs[position].detach().requires_grad_()
+                leaves.append(inputs[position])
+
         statistics = []
         with torch.enable_grad():
-            values = step.body.run(inputs, weights, keys)
-            outputs = [values[number] for number in step.body.outputs]
-            if is_fused:
+            values = self._step.body.run(inputs, weights, keys)
+            outputs = [values[number] for number in self._step.body.outputs]
+            output_gradients = arrays[len(inputs) :]
+            if self._direction is Direction.FUSED:
                 loss = compute_loss(self._program, outputs[0], arrays[-1])
-                outputs = [loss.scaled]
-                cotangents = [torch.ones_like(loss.scaled)]
                 statistics.append(loss.statistics)
-            else:
-                cotangents = list(arrays[num_inputs : num_inputs + num_outputs])
+                outputs = [loss.scaled]
+                output_gradients = [torch.ones_like(loss.scaled)]
 
-        roots = [
-            (output, cotangent.reshape(output.shape))
-            for output, cotangent in zip(outputs, cotangents, strict=True)
-            if output.requires_grad
+        leaf_gradients = [
+            _to_array(gradient) for gradient in _differentiate(outputs, output_gradients, leaves)
         ]
-        gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
-        if roots and leaves:
-            ends, slopes = zip(*roots, strict=True)
-            gradients = torch.autograd.grad(ends, leaves, slopes, allow_unused=True, materialize_grads=True)
-        made = [_to_array(gradient) for gradient in gradients]
-        return Computed((*made[len(weights) :], *statistics), tuple(made[: len(weights)]))
+        weight_gradients = leaf_gradients[: len(weights)]
+        input_gradients = leaf_gradients[len(weights) :]
+        return Computed((*input_gradients, *statistics), tuple(weight_gradients))
+
+
+def _differentiate(
+    outputs: Sequence[Tensor], output_gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Return the gradient of each leaf, which is zero if no output depends on the leaf."""
+    # torch differentiates only outputs that depend on a leaf.
+    roots = []
+    root_gradients = []
+    for output, gradient in zip(outputs, output_gradients, strict=True):
+        if output.requires_grad:
+            roots.append(output)
+            root_gradients.append(gradient.reshape(output.shape))
+
+    if not roots or not leaves:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    options = {"allow_unused": True, "materialize_grads": True}
+    return torch.autograd.grad(roots, leaves, root_gradients, **options)
 
 
 class Loss(NamedTuple):
@@ -442,7 +473,7 @@ class Loss(NamedTuple):
     scaled: Tensor
     """Sum of the losses of labelled rows, divided by the number M of training nodes. It has a gradient."""
     statistics: Array
-    """(2,) float64: sum of losses, number of correct rows (0 unless labels are classes)."""
+    """(2,) float64 sum of losses and number of correct rows, which is 0 if labels are no classes."""
 
 
 def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
@@ -450,32 +481,36 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
     is_class = bool(program.label.dtype)
     has_label = labels >= 0 if is_class else ~labels[:, 0].isnan()
 
-    # Other rows first go: the loss of a made-up label may have an infinite slope.
-    chosen, known = scores[has_label], labels[has_label]
-    known = known.long() if is_class else known
+    # Rows without a label are removed, because the loss of an invented label may have an infinite slope.
+    scores = scores[has_label]
+    labels = labels[has_label]
+    if is_class:
+        labels = labels.long()
 
     # Without labels the sum is 0, but backward must still reach the scores.
-    total = 0 * chosen.sum()
-    correct = 0
-    if len(chosen):
-        flat = chosen.reshape(len(chosen), program.scores.width)
-        total = program.loss.run([flat, known], [], None)[program.loss.outputs[0]].sum()
+    loss_sum = 0 * scores.sum()
+    num_correct = 0
+    if len(scores):
+        flat_scores = scores.reshape(len(scores), program.scores.width)
+        values = program.loss.run([flat_scores, labels], [], None)
+        loss_sum = values[program.loss.outputs[0]].sum()
     if is_class and scores.dim() == 2:
-        correct = int((chosen.argmax(1) == known).sum())
-    return Loss(total * (1 / program.num_train), np.array([total.item(), correct], np.float64))
+        num_correct = int((scores.argmax(1) == labels).sum())
+    statistics = np.array([loss_sum.item(), num_correct], np.float64)
+    return Loss(loss_sum * (1 / program.num_train), statistics)
 
 
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:
-    """Return the arrays of a task from those of its halves, one for each of ``items``."""
-    return tuple(
-        left + right if item.role is Role.STATISTICS else _join_rows(left, right)
-        for item, left, right in zip(items, first, second, strict=True)
-    )
-
-
-def _join_rows(first: Array, second: Array) -> Array:
-    # In aligned memory.
-    return _to_array(torch.cat([torch.from_numpy(first), torch.from_numpy(second)]))
+    """Return the arrays of a task, one for each of ``items``, from the arrays of its halves."""
+    joined_arrays = []
+    for item, left, right in zip(items, first, second, strict=True):
+        if item.role is Role.STATISTICS:
+            joined_arrays.append(left + right)
+        else:
+            # torch allocates aligned memory.
+            rows = torch.cat([torch.from_numpy(left), torch.from_numpy(right)])
+            joined_arrays.append(_to_array(rows))
+    return tuple(joined_arrays)
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
@@ -483,12 +518,13 @@ def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
 
 
 _ALIGNMENT = 64
-"""Bytes. The last bits of MKL's products depend on the alignment of memory."""
+"""Alignment of memory in bytes. The last bits of MKL's products depend on the alignment."""
 _ALIGNED_ROWS = 16
-"""So many rows of at least 4 bytes a number keep the alignment."""
+"""Number of rows, of at least 4 bytes a number, after which the alignment is the same again."""
 
 
 def _to_tensor(array: Array) -> Tensor:
+    """Return ``array`` as an aligned tensor, which is a copy only if ``array`` is not aligned."""
     tensor = torch.from_numpy(array)
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor.detach()
 

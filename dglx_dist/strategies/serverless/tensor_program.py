@@ -31,7 +31,7 @@ MAX_CONSTANT = 1 << 14
 """Largest number of elements of a constant."""
 
 DROP = "drop"
-"""Dropout with keyed masks: arguments are the rows, the probability and the stream of draws."""
+"""Name of dropout with keyed masks. Its arguments are the rows, the probability and the stream of draws."""
 
 _NAMES = """
 abs acos acosh add addcdiv addcmul addmm alias all amax amin any argmax argmin asin asinh atan atan2 atanh
@@ -92,16 +92,15 @@ class Operation:
     arguments: tuple[Any, ...] = field(hash=False)
     keywords: Mapping[str, Any] = field(hash=False)
     results: tuple[int, ...]
-    """Numbers of the values that it makes."""
+    """Numbers of the values that the operation computes."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TensorProgram:
-    """Operations on rows. Values are numbered: first inputs, then weights, constants, and results.
+    """Operations on rows. Values are numbered in the order of inputs, weights, constants and results.
 
-    Raises:
-        ConfigError: an operation is not allowed, or reads a value that no earlier one makes.
+    Raises ConfigError if an operation is not allowed, or reads a value that is not computed before.
     """
 
     inputs: tuple[Shape, ...]
@@ -118,17 +117,21 @@ class TensorProgram:
         for constant in self.constants:
             if constant.dtype not in DTYPES or math.prod(constant.shape) != len(constant.numbers):
                 raise ConfigError(f"{constant} has another number of elements, or an unknown dtype")
-        made = set(range(self.first_result))
+
+        known_values = set(range(self.first_result))
         for operation in self.operations:
             if operation.name != DROP:
                 find_operation(operation.name)
-            if missing := {*_values_in([*operation.arguments, *operation.keywords.values()])} - made:
+            read_values = set(_list_values([*operation.arguments, *operation.keywords.values()]))
+            missing = read_values - known_values
+            if missing:
                 raise ConfigError(
                     f"operation {operation.name!r} reads the values {sorted(missing)} before they exist"
                 )
-            made.update(operation.results)
+            known_values.update(operation.results)
 
-        if missing := {*self.outputs} - made:
+        missing = {*self.outputs} - known_values
+        if missing:
             raise ConfigError(f"no operation makes the outputs {sorted(missing)}")
 
     @property
@@ -143,22 +146,21 @@ class TensorProgram:
     @cached_property
     def _calls(self) -> list[_Call]:
         # Arguments are parsed once, because a task has few rows and runs many times.
-        return [
-            _Call(
-                None if operation.name == DROP else find_operation(operation.name),
-                [_make_reader(argument) for argument in operation.arguments],
-                {name: _make_reader(value) for name, value in operation.keywords.items()},
-                operation.results,
-            )
-            for operation in self.operations
-        ]
+        calls = []
+        for operation in self.operations:
+            function = None if operation.name == DROP else find_operation(operation.name)
+            readers = [_make_reader(argument) for argument in operation.arguments]
+            keyword_readers = {name: _make_reader(value) for name, value in operation.keywords.items()}
+            calls.append(_Call(function, readers, keyword_readers, operation.results))
+        return calls
 
     @cached_property
     def _constants(self) -> list[Tensor]:
-        return [
-            torch.tensor(constant.numbers, dtype=DTYPES[constant.dtype]).reshape(constant.shape)
-            for constant in self.constants
-        ]
+        tensors = []
+        for constant in self.constants:
+            tensor = torch.tensor(constant.numbers, dtype=DTYPES[constant.dtype])
+            tensors.append(tensor.reshape(constant.shape))
+        return tensors
 
     def run(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], keys: RowKeys | None
@@ -167,33 +169,37 @@ class TensorProgram:
 
         Args:
             inputs: (n, width) rows of each input.
-            keys: None leaves out dropout.
+            keys: Keys of the rows, or None to run without dropout.
         """
-        rows = len(inputs[0]) if inputs else 0
-        shaped = [array.reshape(rows, *shape) for array, shape in zip(inputs, self.inputs, strict=True)]
-        values = dict(enumerate([*shaped, *weights, *self._constants]))
-        for function, readers, keyword_readers, numbers in self._calls:
-            arguments = [read(values, rows) for read in readers]
-            if function is None:
-                source, probability, stream = arguments
-                results = drop_rows(source, probability, stream, keys)
+        num_rows = len(inputs[0]) if inputs else 0
+        shapes = zip(inputs, self.inputs, strict=True)
+        shaped_inputs = [rows.reshape(num_rows, *shape) for rows, shape in shapes]
+        values = dict(enumerate([*shaped_inputs, *weights, *self._constants]))
+        for call in self._calls:
+            arguments = [read(values, num_rows) for read in call.arguments]
+            results: Any
+            if call.function is None:
+                rows, probability, stream = arguments
+                results = drop_rows(rows, probability, stream, keys)
             else:
-                keywords = {name: read(values, rows) for name, read in keyword_readers.items()}
-                results = function(*arguments, **keywords)
-            made = results if isinstance(results, tuple | list) else (results,)
-            values.update(zip(numbers, made, strict=True))
+                keywords = {name: read(values, num_rows) for name, read in call.keywords.items()}
+                results = call.function(*arguments, **keywords)
 
+            # Operations such as torch.split return several values.
+            if not isinstance(results, tuple | list):
+                results = (results,)
+            values.update(zip(call.results, results, strict=True))
         return values
 
 
 def find_operation(name: str) -> Any:
-    """Return the function of an operation of the allow-list. ConfigError for any other name."""
+    """Return the function of an operation of the allow-list. Raises ConfigError for any other name."""
     base, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, base, None) if base in ALLOWED else None
     if packet is None or overload not in packet.overloads():
         raise ConfigError(
-            f"operation {name[:80]!r} is not one that workers run, or this version of PyTorch does not have "
-            "it; run the same version everywhere"
+            f"operation {name[:80]!r} is not one that workers run, or this version of PyTorch "
+            "does not have it; run the same version everywhere"
         )
 
     function = getattr(packet, overload)
@@ -202,13 +208,14 @@ def find_operation(name: str) -> Any:
     return function
 
 
-def _values_in(arguments: Any) -> Iterator[int]:
+def _list_values(arguments: Any) -> Iterator[int]:
+    """Yield the numbers of all values in the JSON of arguments."""
     if isinstance(arguments, Mapping):
         if "value" in arguments:
             yield arguments["value"]
     elif isinstance(arguments, list | tuple):
         for argument in arguments:
-            yield from _values_in(argument)
+            yield from _list_values(argument)
 
 
 _Reader: TypeAlias = Callable[[Mapping[int, Tensor], int], Any]
@@ -219,24 +226,26 @@ class _Call(NamedTuple):
     """An operation that is ready to run."""
 
     function: Callable[..., Any] | None
-    """None: dropout."""
+    """Operation of torch, or None for dropout."""
     arguments: list[_Reader]
     keywords: dict[str, _Reader]
     results: tuple[int, ...]
 
 
 def _make_reader(argument: Any) -> _Reader:
+    """Return the reader of an argument in JSON. See :class:`Operation`."""
     if isinstance(argument, list | tuple):
         readers = [_make_reader(item) for item in argument]
         return lambda values, rows: [read(values, rows) for read in readers]
     if not isinstance(argument, Mapping):
         return lambda _values, _rows: argument
-    ((kind, content),) = argument.items()
-    if kind == "value":
+    ((key, content),) = argument.items()
+    if key == "value":
         return lambda values, _rows: values[content]
-    if kind == "rows":
+    if key == "rows":
         return lambda _values, rows: content * rows
-    constant = DTYPES[content] if kind == "dtype" else float(content)
+    # A number that JSON lacks, such as infinity, is written as a text.
+    constant = DTYPES[content] if key == "dtype" else float(content)
     return lambda _values, _rows: constant
 
 
@@ -246,6 +255,7 @@ def drop_rows(rows: Tensor, probability: float, stream: int, keys: RowKeys | Non
         return rows.clone()
     width = math.prod(rows.shape[1:])
     columns = ColumnRange(first=0, last=width, width=width)
-    kept = draw_kept_entries(keys.seed, keys.epoch, stream, keys.ids, (columns,), probability)
+    is_kept = draw_kept_entries(keys.seed, keys.epoch, stream, keys.ids, (columns,), probability)
+    # Kept entries grow, so that the expected sum stays the same. With probability 1 no entry is kept.
     scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return rows * kept.to(rows.dtype).mul_(scale).reshape(rows.shape)
+    return rows * is_kept.to(rows.dtype).mul_(scale).reshape(rows.shape)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 
 def bill_of(used: Counts, options: LambdaOptions, *, simulated: bool) -> Bill:
+    """Return the bill of the counted work. Workers in this process are no functions that are paid for."""
     functions = Counts() if options.in_process else used
     return bill(functions, {options.server: used.server_seconds}, options.price_table, simulated=simulated)
 
@@ -77,11 +78,15 @@ def describe_costs(used: Counts, options: LambdaOptions, *, simulated: bool) -> 
     }
 
 
-def _counts_of_ranks(own: Counts, session: Session) -> Counts:
-    # Not as text: its length, and with it the bytes that are counted, would differ between runs.
-    rows = gather_rows(torch.tensor([*vars(own).values()], dtype=torch.float64), session)
-    sums = zip(vars(own).items(), rows.T.tolist(), strict=True)
-    return Counts(**{name: type(value)(math.fsum(column)) for (name, value), column in sums})
+def _sum_counts(own_counts: Counts, session: Session) -> Counts:
+    """Return the sum of the counts of all ranks. Collective."""
+    # Numbers have the same size in each run. A text would not, and its bytes are counted by the ledger.
+    own_values = vars(own_counts)
+    rows = gather_rows(torch.tensor([*own_values.values()], dtype=torch.float64), session)
+    sums = {}
+    for (name, value), column in zip(own_values.items(), rows.T.tolist(), strict=True):
+        sums[name] = type(value)(math.fsum(column))
+    return Counts(**sums)
 
 
 # Ledger phases. Workers have no ledger, so the graph server counts their traffic.
@@ -94,10 +99,10 @@ _PEER_CHECK_S = 5.0
 
 @final
 class Engine:
-    """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
+    """Runs epochs on this rank together with all other ranks. All methods but :meth:`abandon` are collective.
 
-    ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks; the
-    others are as in :class:`IntervalProgress`.
+    ``weights`` are the first weights, in the order of the program. ``weights`` and ``update`` are equal on
+    all ranks. ``first_epoch`` and ``synchronous_from`` are as in :class:`IntervalProgress`.
     """
 
     def __init__(
@@ -115,10 +120,10 @@ class Engine:
         rank = session.topology.rank
         rpc = session.rpc
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
-        num_servers = self._num_servers = options.parameter_servers
+        self._num_servers = options.parameter_servers
         plan = ParameterPlan(
             program=program,
-            server_of_interval=assign(part.interval_sizes, num_servers),
+            server_of_interval=assign(part.interval_sizes, self._num_servers),
             staleness=options.staleness,
             first_epoch=first_epoch,
         )
@@ -126,35 +131,37 @@ class Engine:
             program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
         self._updated_at = {first_epoch: time.perf_counter()}
+        """Time at which the weights of each epoch were known, from the first epoch of the last run on."""
         self._show: Callable[[], None] = lambda: None
-        self._program = np.frombuffer(program.to_json(), np.uint8)
+        self._program_bytes = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {kernels()}
-        """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
+        """Descriptions of the numerical kernels of this process and of workers. See ``kernels`` of tasks."""
         self.epoch = first_epoch
-        """The next epoch; all intervals have completed the one before it."""
-        self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
-        with ExitStack() as undo:
-            handlers = self._answer_workers(undo)
+        """The next epoch. All intervals have completed the epoch before."""
+        self._parameter_server: ParameterServer | None = None
+        if rank < self._num_servers:
+            self._parameter_server = ParameterServer(plan, rank, weights, update)
+
+        # If a later step fails, the earlier parts are closed again.
+        with ExitStack() as resources:
+            handlers = self._answer_workers(resources)
             self.parameters = ParameterClient(rpc, plan, self._note_updates)
             """The latest weights and the optimizer's state, between runs."""
-            undo.callback(self.parameters.close)
-            number = 1 + session.next_number("run of lambda")
-            self._server = server = GraphServer(
-                part, program, options, self.parameters, run=number, seed=session.seed
-            )
+            resources.callback(self.parameters.close)
+            run = 1 + session.next_number("run of lambda")
+            self._server = GraphServer(part, program, options, self.parameters, run=run, seed=session.seed)
             if self._parameter_server is not None:
                 world_size = session.topology.world_size
-                timeline = session.timeline
-                service = ParameterService(rpc, self._parameter_server, world_size, timeline, server.run)
-                undo.callback(service.close)
+                service = ParameterService(rpc, self._parameter_server, world_size, session.timeline, run)
+                resources.callback(service.close)
 
             self.workers = WorkerPool(session, program, plan, options, handlers)
-            undo.callback(self.workers.close)
-            self.scheduler = ThreadScheduler(session, server, self.progress, self.workers)
-            undo.callback(self.scheduler.close)
+            resources.callback(self.workers.close)
+            self.scheduler = ThreadScheduler(session, self._server, self.progress, self.workers)
+            resources.callback(self.scheduler.close)
             self.workers.controller.watch(lambda: self.scheduler.queue_length)
             barrier(session, "making the engines of all graph servers")
-            self.abandon = undo.pop_all().close
+            self.abandon = resources.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
     def run(
@@ -163,54 +170,70 @@ class Engine:
         show: Callable[[], None] = lambda: None,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
     ) -> list[EpochRecord]:
-        """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
+        """Train ``epochs`` more epochs, and return their records of all ranks, without bytes. Collective.
 
-        ``rates`` has the learning rates of the groups by epoch, where they are not the optimizer's.
+        No rank has work in flight afterwards. Epochs may overlap, so an epoch takes the time between the
+        weight updates before and after it, on the slowest rank.
 
-        The records are of all ranks, without bytes. An epoch takes the time between the weight updates before
-        and after it, on the slowest rank; epochs may overlap. Calls ``show`` every half a second. Raises
-        PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
-        time-out; or if a task failed in all allowed attempts.
+        Args:
+            show: Called every half a second.
+            rates: Learning rates of the optimizer's groups by epoch, if they differ from its own.
+
+        Raises:
+            PeerError: a rank is dead, there was no progress for the session's time-out, or a task failed in
+                all allowed attempts. The message names what is missing.
         """
-        first = self.epoch
+        first_epoch = self.epoch
         end = self.epoch + epochs
-        self._updated_at = {first: time.perf_counter()}
+        self._updated_at = {first_epoch: time.perf_counter()}
         self._show = show
         if self._parameter_server is not None:
             self._parameter_server.rates = dict(rates)
         self.scheduler.run(end, self._check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
+        # After the barrier no task is in flight, so no stashed weights are needed.
         if self._parameter_server is not None:
             self._parameter_server.drain()
-        own_statistics = [
-            [*self._server.statistics(epoch), self._updated_at[epoch + 1] - self._updated_at[epoch]]
-            for epoch in range(first, end)
-        ]
-        per_rank = gather_rows(torch.tensor(own_statistics, dtype=torch.float64), self._session).numpy()
+        return self._make_records(first_epoch, end)
+
+    def _make_records(self, first_epoch: int, end: int) -> list[EpochRecord]:
+        """Return the records of the epochs from ``first_epoch`` up to ``end``. Collective."""
+        # A row has the sum of losses, the number of correct nodes, and the seconds of one epoch.
+        own_rows = []
+        for epoch in range(first_epoch, end):
+            seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]
+            own_rows.append([*self._server.statistics(epoch), seconds])
+        own_tensor = torch.tensor(own_rows, dtype=torch.float64)
+        rows_of_ranks = gather_rows(own_tensor, self._session).numpy()
+
         num_train = self._server.program.num_train
-        return [
-            EpochRecord(
+        records = []
+        for epoch, rows in enumerate(rows_of_ranks.transpose(1, 0, 2), first_epoch):
+            loss_sums, correct_counts, seconds_of_ranks = rows.T
+            slowest_s = float(seconds_of_ranks.max())
+            record = EpochRecord(
                 epoch=epoch,
-                loss=math.fsum(losses) / num_train,
-                train_accuracy=int(correct.sum()) / num_train,
+                loss=math.fsum(loss_sums) / num_train,
+                train_accuracy=int(correct_counts.sum()) / num_train,
                 val_accuracy=None,
-                seconds=float(seconds.max()),
+                seconds=slowest_s,
                 num_samples=num_train,
-                compute_s=float(seconds.max()),
+                compute_s=slowest_s,
             )
-            for epoch, (losses, correct, seconds) in enumerate(per_rank.transpose(1, 2, 0), first)
-        ]
+            records.append(record)
+        return records
 
     def close(self) -> None:
-        """Release everything once no rank needs another one. Collective."""
-        # Workers first. A cloud function cannot be stopped: a late one sends this run's number, which the
-        # servers of the next run reject.
+        """Release everything once no rank needs the others. Collective."""
+        # Workers are closed first. A cloud function cannot be stopped, but the servers of the next run reject
+        # a late function, because it sends the number of this run.
         self.workers.close()
         barrier(self._session, "closing the engines of all graph servers")
         self.abandon()
 
-    def _answer_workers(self, undo: ExitStack) -> dict[str, Handler]:
+    def _answer_workers(self, resources: ExitStack) -> dict[str, Handler]:
+        """Register handlers of workers' calls until ``resources`` close. Return those of worker threads."""
         handlers: dict[str, Handler] = {
             PROGRAM: self._send_program,
             PULL: lambda name, _arrays: self._server.pull(*parse_half(name)),
@@ -218,7 +241,7 @@ class Engine:
         }
         for op, handler in handlers.items():
             self._session.rpc.register(op, self._count_bytes(op, handler), for_clients=True)
-            undo.callback(self._session.rpc.unregister, op)
+            resources.callback(self._session.rpc.unregister, op)
         return {
             **handlers,
             WEIGHTS: lambda name, _arrays: self.parameters.weights(TaskKey.parse(name)),
@@ -226,24 +249,31 @@ class Engine:
         }
 
     def _count_bytes(self, op: str, handler: Handler) -> Handler:
-        count, own = self._session.ledger.add, self._session.topology.rank
+        """Return ``handler`` such that the ledger counts the bytes of its arrays."""
+        add_to_ledger = self._session.ledger.add
+        rank = self._session.topology.rank
 
         def answer(name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-            layer = 0 if op == PROGRAM else TaskKey.parse(name.partition("/")[0]).step
+            layer = 0
+            if op != PROGRAM:
+                key_text, _, _ = name.partition("/")
+                layer = TaskKey.parse(key_text).step
+
             if op == GIVE:
-                # First: these rows may end the epoch, and with it what is counted as the epoch's.
-                count(UP, layer, WORKER, own, payload_bytes(arrays))
+                # These rows may end the epoch, so they are counted before the handler gets them.
+                add_to_ledger(UP, layer, WORKER, rank, payload_bytes(arrays))
                 return handler(name, arrays)
             answers = handler(name, arrays)
-            count(PROGRAM_PHASE if op == PROGRAM else DOWN, layer, own, WORKER, payload_bytes(answers))
+            phase = PROGRAM_PHASE if op == PROGRAM else DOWN
+            add_to_ledger(phase, layer, rank, WORKER, payload_bytes(answers))
             return answers
 
         return answer
 
-    def _send_program(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
-        if name and len(self.kernels) < _MOST_KERNELS:
-            self.kernels.add(printable(name, _LONGEST_KERNELS).replace("\n", " "))
-        return [self._program]
+    def _send_program(self, worker_kernels: str, _arrays: Sequence[Array]) -> Sequence[Array]:
+        if worker_kernels and len(self.kernels) < _MOST_KERNELS:
+            self.kernels.add(printable(worker_kernels, _LONGEST_KERNELS).replace("\n", " "))
+        return [self._program_bytes]
 
     def _submit(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         key, half, attempt = parse_attempt(name)
@@ -256,46 +286,49 @@ class Engine:
 
     def _note_updates(self, updates: int) -> None:
         now = time.perf_counter()
-        for number in range(max(self._updated_at) + 1, updates + 1):
-            self._updated_at[number] = now
+        for epoch in range(max(self._updated_at) + 1, updates + 1):
+            self._updated_at[epoch] = now
         self.scheduler.weights_updated(updates)
 
-    def _check(self, quiet_s: float, behind: Sequence[int]) -> None:
+    def _check(self, quiet_s: float, awaited_peers: Sequence[int]) -> None:
+        """Raise PeerError if a rank is dead, or if ``quiet_s`` seconds without progress are too many."""
         self._show()
         self.parameters.raise_if_stopped()
-        late = quiet_s >= self._session.timeout_s
-        if not late and quiet_s < _PEER_CHECK_S:
+        is_late = quiet_s >= self._session.timeout_s
+        if not is_late and quiet_s < _PEER_CHECK_S:
             return
 
-        # At the staleness bound no particular peer is late, but the update needs all of them.
-        if missing := behind or self._peers:
-            raise_for_missing(
-                self._session,
-                list(missing),
-                "the rows of its next Scatter" if behind else "its gradients for the next update",
-                advice="look at its output and its workers",
-                late=late and bool(behind),
-            )
+        advice = "look at its output and its workers"
+        if awaited_peers:
+            activity = "the rows of its next Scatter"
+            raise_for_missing(self._session, list(awaited_peers), activity, advice=advice, late=is_late)
+        elif self._peers:
+            # At the staleness bound no particular peer is late, but the update needs all of them.
+            activity = "its gradients for the next update"
+            raise_for_missing(self._session, self._peers, activity, advice=advice, late=False)
+        if not is_late:
+            return
 
-        if late:
-            open_tasks = [str(key) for key in self._server.open_tasks[:5]]
-            tasks = f"no worker gave rows for {', '.join(open_tasks)}; " if open_tasks else ""
-            misses = what_misses(self._session.rpc, range(self._num_servers))
-            raise PeerError(
-                f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {tasks}{misses}; "
-                "look at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
-            )
+        causes = what_misses(self._session.rpc, range(self._num_servers))
+        open_tasks = self._server.open_tasks[:5]
+        if open_tasks:
+            causes = f"no worker gave rows for {', '.join(map(str, open_tasks))}; {causes}"
+        raise PeerError(
+            f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: "
+            f"{causes}; look at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
+        )
 
 
 def progress_line(engine: Engine, options: LambdaOptions, used: Counts) -> str:
     """Return ``epoch 3 | AV1 3 GA1 2 | 4 workers | queue 2 | 0 relaunched | $0.0012 simulated``."""
     epoch, stages = engine.scheduler.state()
-    workers = engine.workers.controller.workers
-    paid = bill_of(used, options, simulated=engine.workers.simulated)
+    num_workers = engine.workers.controller.workers
+    plural = "" if num_workers == 1 else "s"
+    costs = bill_of(used, options, simulated=engine.workers.simulated)
+    label = " simulated" if costs.simulated else ""
     return (
-        f"epoch {epoch} | {stages} | {workers} worker{'' if workers == 1 else 's'} | "
-        f"queue {engine.scheduler.queue_length} | {used.relaunched} relaunched | "
-        f"{dollars(paid.total)}{' simulated' if paid.simulated else ''}"
+        f"epoch {epoch} | {stages} | {num_workers} worker{plural} | queue {engine.scheduler.queue_length} | "
+        f"{used.relaunched} relaunched | {dollars(costs.total)}{label}"
     )
 
 
@@ -308,15 +341,16 @@ _IGNORED_OPTIONS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_
 
 @final
 class IntervalLoader:
-    """The training nodes of all ranks, for ``dx.fit``: this rank's ``indices``, (K,) ids or a mask.
+    """The training nodes of all ranks, for ``dx.fit``. ``indices`` has this rank's nodes: (K,) ids or a mask.
 
-    ConfigError on all ranks, when on any rank the sampler draws only some in-neighbours, an option is unknown
-    or changes what is trained, or a node is given twice; or the graph has several types.
+    Raises ConfigError on all ranks if the graph has several types, or if on any rank the sampler draws only
+    some in-neighbours, an option is unknown or changes what is trained, or a node is given twice.
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
         check_one_type("lambda", g)
-        self.g, self._epoch = g, 0
+        self.g = g
+        self._epoch = 0
         self._seeds: Items[str] = run_on_all_ranks(
             g.session, lambda: _check_items(g, indices, sampler, options), ConfigError
         )
@@ -334,13 +368,13 @@ class IntervalLoader:
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after whole epochs; CheckpointError if the position is inside one, or invalid."""
-        epoch, step = (state.get(name) if isinstance(state, Mapping) else None for name in ("epoch", "step"))
-        if not isinstance(epoch, int) or step != 0:
+        """Resume between epochs. Raises CheckpointError if the position is inside an epoch, or invalid."""
+        is_valid = isinstance(state, Mapping) and isinstance(state.get("epoch"), int)
+        if not is_valid or state.get("step") != 0:
             raise CheckpointError(
                 f"{state!r} is not a position between epochs; load a checkpoint that was saved after one"
             )
-        self._epoch = epoch
+        self._epoch = state["epoch"]
 
     def advance(self, epochs: int) -> None:
         self._epoch += epochs
@@ -348,47 +382,55 @@ class IntervalLoader:
     def own_targets(self) -> tuple[Array, int]:
         """Return which own nodes are trained on, (n,) bool, and M, their number over all ranks. Collective.
 
-        Sends 16 bytes per training node that another rank owns. ConfigError on all ranks if two of them have
-        the same node, or there is no training node.
+        Sends 16 bytes per training node that another rank owns. Raises ConfigError on all ranks if two ranks
+        have the same node, or if there is no training node.
         """
-        g, (ntype,) = self.g, self.g.ntypes
+        g = self.g
+        (ntype,) = g.ntypes
         policy = g.get_node_partition_policy(ntype)
-        seeds = self._seeds.ids[ntype]
-        counts = DistTensor((g.num_nodes(ntype),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
-        counts.push(torch.from_numpy(seeds), torch.ones(len(seeds), dtype=torch.int64), accumulate=True)
+        seeds = torch.from_numpy(self._seeds.ids[ntype])
+
+        # Each rank adds 1 at its training nodes, so that the owner of a node knows how many ranks train it.
+        size = (g.num_nodes(ntype),)
+        num_trainers = DistTensor(size, torch.int64, part_policy=policy, is_gdata=False, graph=g)
+        num_trainers.push(seeds, torch.ones(len(seeds), dtype=torch.int64), accumulate=True)
         g.barrier()
         first, last = policy.owned_range
-        own_counts: Array = counts[torch.arange(first, last)].numpy()
-        counts.delete()
+        own_trainers: Array = num_trainers[torch.arange(first, last)].numpy()
+        num_trainers.delete()
 
         def check_once() -> None:
-            if len(twice := np.flatnonzero(own_counts > 1)):
+            duplicates = np.flatnonzero(own_trainers > 1)
+            if len(duplicates):
+                node = int(duplicates[0])
                 raise ConfigError(
-                    f"node {first + int(twice[0])} is a training node of {int(own_counts[twice[0]])} ranks; "
-                    "give each node to one rank, as dx.node_split(mask) does"
+                    f"node {first + node} is a training node of {int(own_trainers[node])} "
+                    "ranks; give each node to one rank, as dx.node_split(mask) does"
                 )
 
         run_on_all_ranks(g.session, check_once, ConfigError)
-        num_own = torch.tensor([int(own_counts.sum())])
+        num_own = torch.tensor([int(own_trainers.sum())])
         num_train = int(sum_over_ranks(num_own, g.session, phase=CONTROL)[0])
         if num_train == 0:
             raise ConfigError(
                 "no rank has a training node; pass the loader dx.node_split(g.ndata['train_mask'])"
             )
-
-        return own_counts > 0, num_train
+        return own_trainers > 0, num_train
 
 
 def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
+    """Return the training nodes. Raises ConfigError if sampler, options or nodes are not supported."""
     plan = read_sampler(sampler)
-    if plan.fanouts is None or any(fanout != -1 for fanout in plan.fanouts):
+    problem = ""
+    if plan.fanouts is None:
         problem = f"{type(sampler).__name__} makes blocks with its own code"
-        if plan.fanouts is not None:
-            problem = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
+    elif any(fanout != -1 for fanout in plan.fanouts):
+        problem = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
+    if problem:
         raise ConfigError(
-            f"{problem}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
-            "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
-            "out), or use strategy='data_parallel'"
+            f"{problem}, but strategy 'lambda' takes all in-neighbours of all training nodes "
+            "in every step; give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) "
+            "(leave fanouts= and --fanout out), or use strategy='data_parallel'"
         )
 
     plan.check_takes_all("strategy 'lambda'")
@@ -396,8 +438,8 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
     for name in set_options:
         if name not in _IGNORED_OPTIONS:
             raise ConfigError(
-                f"strategy 'lambda' has no loader option {name!r}, because it trains on the whole graph at "
-                "once; leave it out, or use strategy='data_parallel'"
+                f"strategy 'lambda' has no loader option {name!r}, because it trains on the "
+                "whole graph at once; leave it out, or use strategy='data_parallel'"
             )
 
     if set_options:
@@ -410,6 +452,7 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
+    """Return copies of the parameters with ``names``."""
     parameters = dict(model.named_parameters())
     return [parameters[name].detach().cpu().numpy().copy() for name in names]
 
@@ -417,60 +460,62 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
 def draw_weights(model: nn.Module, scheme: Scheme, seed: int) -> None:
     """Draw trained weights with torch's functions, He for rectifiers, and set biases to 0.
 
-    What is frozen keeps its values, and so do vectors that are not a bias, such as a scale.
+    Frozen weights keep their values, and so do vectors that are not a bias, such as a scale.
     """
-    draw = getattr(nn.init, f"{scheme.replace('he_', 'kaiming_')}_")
+    fill = getattr(nn.init, f"{scheme.replace('he_', 'kaiming_')}_")
     generator = torch.Generator().manual_seed(seed)
     modules = dict(model.named_modules())
     for name, weight in model.named_parameters():
-        module, _, own_name = name.rpartition(".")
-        drawn = torch.zeros(weight.shape, dtype=weight.dtype)
+        module_name, _, weight_name = name.rpartition(".")
+        values = torch.zeros(weight.shape, dtype=weight.dtype)
+
+        # Frozen weights are drawn, too, so that the others do not depend on what is frozen.
         if weight.dim() > 1 and scheme.startswith("he"):
             # DGL's GraphConv has (inputs, outputs), where torch's fan_in is of (outputs, inputs).
-            mode = "fan_out" if isinstance(modules[module], GraphConv) else "fan_in"
-            draw(drawn, 0, mode, "relu", generator)
+            mode = "fan_out" if isinstance(modules[module_name], GraphConv) else "fan_in"
+            fill(values, 0, mode, "relu", generator)
         elif weight.dim() > 1:
-            draw(drawn, generator=generator)
-        if weight.requires_grad and (weight.dim() > 1 or own_name == "bias"):
-            weight.detach().copy_(drawn)
+            fill(values, generator=generator)
+        if weight.requires_grad and (weight.dim() > 1 or weight_name == "bias"):
+            weight.detach().copy_(values)
 
 
 def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
-    """Write trained weights and the state of their update into the user's model and optimizer, as copies."""
-    parameter_of = dict(model.named_parameters())
+    """Copy trained weights and the state of their update into the user's model and optimizer."""
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
-            parameter_of[name].copy_(torch.tensor(weight))
+            parameters[name].copy_(torch.tensor(weight))
+
     for path, value in state.items():
         name, _, key = path.rpartition("/")
-        if name not in parameter_of:
-            raise ConfigError(f"the state {path!r} belongs to no parameter: {sorted(parameter_of)}")
-        parameter = parameter_of[name]
-        # torch keeps step counts on the CPU, and all else where the parameter is.
+        if name not in parameters:
+            raise ConfigError(f"the state {path!r} belongs to no parameter: {sorted(parameters)}")
+        parameter = parameters[name]
+        # torch keeps step counts on the CPU, and all other state where the parameter is.
         device = "cpu" if key == "step" else parameter.device
         optimizer.state[parameter][key] = torch.tensor(value, device=device)
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
     """Return a digest of the training state: parameters, what is trained, the optimizer and its state."""
-    saved = optimizer.state_dict()
+    optimizer_state = optimizer.state_dict()
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-
-    # Learning rates are given anew with every run.
-    groups = [
-        {key: value for key, value in group.items() if "lr" not in key} for group in saved["param_groups"]
-    ]
+    groups = []
+    for group in optimizer_state["param_groups"]:
+        # Learning rates are left out, because each run gets its own.
+        groups.append({key: value for key, value in group.items() if "lr" not in key})
     digest = hashlib.sha256(repr([type(optimizer).__name__, trained, groups]).encode())
-    state = {
-        f"{number}/{key}": value
-        for number, entries in sorted(saved["state"].items())
-        for key, value in sorted(entries.items())
-        if isinstance(value, Tensor)
-    }
-    for name, tensor in (*parameters.items(), *state.items()):
+
+    tensors: dict[str, Tensor] = dict(parameters)
+    for index, entries in sorted(optimizer_state["state"].items()):
+        for key, value in sorted(entries.items()):
+            if isinstance(value, Tensor):
+                tensors[f"{index}/{key}"] = value
+    for name, tensor in tensors.items():
         array = tensor.detach().cpu().numpy()
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
@@ -481,9 +526,10 @@ log = logging.getLogger(__name__)
 
 @final
 class LambdaTrainer(EpochTrainer):
-    """Trainer of one call of ``dx.fit``; constructed, run and closed collectively.
+    """Trainer of one call of ``dx.fit``. All ranks construct, run and close it together.
 
-    After each run ``model`` has the trained weights and ``optimizer``, which is never stepped, their state.
+    After each run ``model`` has the trained weights, and ``optimizer`` has the state of their update. The
+    optimizer itself never makes a step.
     """
 
     def __init__(
@@ -500,100 +546,126 @@ class LambdaTrainer(EpochTrainer):
         self._optimizer = optimizer
         self._loader = loader
         self._objective = objective
-        self._options, self._show = options, show
+        self._options = options
+        self._show = show
         self._session = loader.g.session
         targets, num_train = loader.own_targets()
+        # A loss that is not supported is refused on all ranks.
         captured = run_on_all_ranks(
             self._session, lambda: _with_loss(captured, loader.g, objective, num_train), ConfigError
         )
         self._program = captured.program
-        self._names = list(self._program.weight_shapes)
+        self._weight_names = list(self._program.weight_shapes)
+        # An optimizer that is not supported is refused before any data is read.
         run_on_all_ranks(self._session, self._make_update, ConfigError)
         self._part = open_part(loader.g, captured, objective, targets, options.intervals)
         self._engine: Engine | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
-        self._past = Counts()
+        self._past_counts = Counts()
+        """Counts of closed engines, and seconds of all graph servers' runs."""
         self._simulated = True
-        self._warned = False
+        self._has_warned = False
 
     def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
         # Bytes are counted from here. As soon as another rank has begun, its workers call the parameter
-        # servers of this one.
-        counted = self._session.ledger.snapshot()
-        engine = self._engine_from(first)
-        began = time.perf_counter()
+        # servers of this rank.
+        ledger_start = self._session.ledger.snapshot()
+        engine = self._open_engine(first)
+        start_s = time.perf_counter()
 
         def show() -> None:
-            seconds = time.perf_counter() - began
-            used = self._used() + Counts(server_seconds=seconds)
+            seconds = time.perf_counter() - start_s
+            used = self._count_used() + Counts(server_seconds=seconds)
             if self._show is not None:
                 self._show(progress_line(engine, self._options, used))
 
-        records = engine.run(number, show, self._rates(range(first, first + number)))
-        write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
-        self._past += Counts(server_seconds=time.perf_counter() - began)
+        records = engine.run(number, show, self._compute_rates(range(first, first + number)))
+        parameters = engine.parameters
+        write_back(self._model, self._optimizer, parameters.latest(), parameters.state())
+        self._past_counts += Counts(server_seconds=time.perf_counter() - start_s)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
+        ledger_rows = self._session.ledger.since(ledger_start, control=False)
+        return self._add_bytes(records, ledger_rows), ledger_rows
 
-        # Epochs overlap, so the bytes of a single epoch are not known. Each epoch gets an equal share.
-        moved = self._session.ledger.since(counted, control=False)
-        own_bytes = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(own_bytes, self._session).sum(axis=0)
-        ends = np.arange(number + 1)[:, None] * both // number
+    def _add_bytes(self, records: Sequence[EpochRecord], rows: Sequence[LedgerRow]) -> list[EpochRecord]:
+        """Return ``records`` with the bytes of all ranks, where ``rows`` are this rank's ledger. Collective.
+
+        Epochs overlap, so the bytes of a single epoch are not known. Each epoch gets an equal share.
+        """
+        own_inside = sum(row.num_bytes for row in rows if row.inside)
+        own_outside = sum(row.num_bytes for row in rows if not row.inside)
+        total_bytes = gather_int64([own_inside, own_outside], self._session).sum(axis=0)
+        # Whole numbers up to each epoch, so that the shares add up to the total.
+        bytes_until = np.arange(len(records) + 1)[:, None] * total_bytes // len(records)
+        shares = np.diff(bytes_until, axis=0).tolist()
         return [
-            replace(record, bytes_inside=int(inside), bytes_outside=int(outside))
-            for record, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
-        ], moved
+            replace(record, bytes_inside=inside, bytes_outside=outside)
+            for record, (inside, outside) in zip(records, shares, strict=True)
+        ]
 
     def _make_update(self) -> Update:
         parameters = dict(self._model.named_parameters())
-        return Update(self._optimizer, parameters, self._names, self._objective.clip_norm)
+        return Update(self._optimizer, parameters, self._weight_names, self._objective.clip_norm)
 
-    def _rates(self, epochs: range) -> dict[int, list[float]]:
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        factor = self._objective.rate_factor or (lambda _epoch: 1.0)
-        return {epoch: [rate * factor(epoch) for rate in rates] for epoch in epochs}
+    def _read_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _compute_rates(self, epochs: range) -> dict[int, list[float]]:
+        """Return the learning rate of each group of the optimizer, by epoch."""
+        rates = {}
+        for epoch in epochs:
+            factor = 1.0
+            if self._objective.rate_factor is not None:
+                factor = self._objective.rate_factor(epoch)
+            rates[epoch] = [rate * factor for rate in self._read_rates()]
+        return rates
 
     def close(self, *, failed: bool = False) -> None:
-        if (engine := self._engine) is not None:
-            if failed:
-                engine.abandon()
-            else:
-                engine.close()
-            self._past = self._used()
-            self._engine = None
+        if self._engine is None:
+            return
+        if failed:
+            self._engine.abandon()
+        else:
+            self._engine.close()
+        self._past_counts = self._count_used()
+        self._engine = None
 
     def account(self) -> dict[str, object]:
-        used = _counts_of_ranks(self._used(), self._session)
+        used = _sum_counts(self._count_used(), self._session)
         costs = describe_costs(used, self._options, simulated=self._simulated)
         seconds = used.server_seconds / self._session.topology.world_size
-        if seconds and (dollars_spent := float(str(costs["dollars"]))):
-            # Performance for each dollar (Dorylus, section 7.2). Only ratios of it mean something.
+        dollars_spent = float(str(costs["dollars"]))
+        if seconds and dollars_spent:
+            # The value is the performance for each dollar (Dorylus, section 7.2). Only ratios of values have
+            # a meaning.
             costs["value"] = 1 / (seconds * dollars_spent)
             costs["text"] = f"{costs['text']}; value {costs['value']:.4g}"
-
         if self._options.switch_at:
             costs["synchronous_from"] = self._synchronous_from
         return costs
 
-    def _used(self) -> Counts:
-        # By the engines so far.
-        return self._past if self._engine is None else self._past + self._engine.workers.controller.counts
+    def _count_used(self) -> Counts:
+        """Return the counts of all engines so far."""
+        if self._engine is None:
+            return self._past_counts
+        return self._past_counts + self._engine.workers.controller.counts
 
-    def _engine_from(self, epoch: int) -> Engine:
-        now = fingerprint(self._model, self._optimizer)
-        # Checked each time: if only some ranks had changed something, the others would wait for them.
+    def _open_engine(self, epoch: int) -> Engine:
+        """Return the engine, a new one if the user changed weights, optimizer or epoch. Collective."""
+        # The ranks are compared each time. If only some of them had a change, they would open new engines,
+        # and wait for the others.
+        current_fingerprint = fingerprint(self._model, self._optimizer)
+        digest = f"{current_fingerprint} {self._read_rates()}"
         remedy = "make weights and optimizer equal, and change them on all ranks"
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        check_equal(self._session, "the digest of weights and optimizer", f"{now} {rates}", remedy)
+        check_equal(self._session, "the digest of weights and optimizer", digest, remedy)
 
-        # A new run where the user changed weights, optimizer or epoch.
-        changed = now != self._last_fingerprint
-        if self._engine is not None and (changed or self._engine.epoch != epoch):
+        has_changed = current_fingerprint != self._last_fingerprint
+        if self._engine is not None and (has_changed or self._engine.epoch != epoch):
             self.close()
         if self._engine is None:
             self._engine = Engine(
@@ -601,35 +673,37 @@ class LambdaTrainer(EpochTrainer):
                 self._program,
                 self._part,
                 self._options,
-                weights_of(self._model, self._names),
+                weights_of(self._model, self._weight_names),
                 self._make_update(),
                 epoch,
                 # Once training became synchronous, as switch_at requests, it stays so.
                 None if self._synchronous_from is None else epoch,
             )
             self._simulated = self._engine.workers.simulated
-
         return self._engine
 
-    def _compare_kernels(self, local: list[str]) -> None:
-        per_rank = cast("list[list[str]]", gather_json(local, self._session))
-        kinds = {kind for rank in per_rank for kind in rank}
-        if len(kinds) > 1 and not self._warned and self._session.topology.rank == 0:
+    def _compare_kernels(self, own_kernels: list[str]) -> None:
+        """Warn once on rank 0 if the processes of the run have different numerical kernels. Collective."""
+        kernels_of_ranks = cast("list[list[str]]", gather_json(own_kernels, self._session))
+        distinct_kernels = {description for rank in kernels_of_ranks for description in rank}
+        if len(distinct_kernels) < 2 or self._has_warned:
+            return
+
+        self._has_warned = True
+        if self._session.topology.rank == 0:
             log.warning(
                 "graph servers and workers compute with different kernels, so results of another run may "
                 "differ in the last bits; see 'Equal bits' in docs/strategies/lambda.md. Seen: %s",
-                " | ".join(sorted(kinds)),
+                " | ".join(sorted(distinct_kernels)),
             )
-
-        self._warned = self._warned or len(kinds) > 1
 
 
 @final
 class LambdaModel(WrappedModel):
-    """A model trained by graph servers, workers and parameter servers; its module is the user's, unchanged.
+    """A model trained by graph servers, workers and parameter servers. Its module is the user's, unchanged.
 
-    Rank 0's weights are used. ConfigError on all ranks if the model has layers that workers do not know (the
-    message has the place and a remedy), the graph has several types, or the ranks differ.
+    Rank 0's weights are used. Raises ConfigError on all ranks if the model has layers that workers do not
+    know, the graph has several types, or the ranks differ. The message has the place and a remedy.
     """
 
     def __init__(self, model: nn.Module, g: DistGraph, options: LambdaOptions) -> None:
@@ -647,7 +721,7 @@ class LambdaModel(WrappedModel):
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module, for evaluation; ConfigError where gradients are recorded."""
+        """Call the user's module for evaluation. Raises ConfigError if gradients are recorded."""
         if self.training and torch.is_grad_enabled():
             raise ConfigError(OWN_LOOP)
         return self.module(*args, **kwargs)
@@ -659,11 +733,11 @@ class LambdaModel(WrappedModel):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer:
-        """Return the trainer; ConfigError if loader, loss, optimizer or participants are not supported."""
+        """Return the trainer. Raises ConfigError if loader, loss, optimizer or a term is not supported."""
         if not isinstance(loader, IntervalLoader):
             raise ConfigError(
-                f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, nodes, sampler) "
-                "after dx.init(strategy='lambda'), or leave it to dx.fit"
+                f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, "
+                "nodes, sampler) after dx.init(strategy='lambda'), or leave it to dx.fit"
             )
 
         if objective.extra_terms:
@@ -672,7 +746,7 @@ class LambdaModel(WrappedModel):
                 "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
 
-        # Again, because the task may have changed buffers of the model, such as the scale of its result.
+        # The model is captured again, because the task may have changed its buffers, such as a scale.
         captured = run_on_all_ranks(
             loader.g.session, lambda: _capture(self.module, loader.g, self._options), ConfigError
         )
@@ -680,24 +754,35 @@ class LambdaModel(WrappedModel):
 
 
 def _capture(model: nn.Module, g: DistGraph, options: LambdaOptions) -> Captured:
-    columns = {name: slot for name in g.edata if (slot := _edge_slot(name, g.edata[name])) is not None}
+    """Capture ``model`` with the first matrix of node data that has a width which fits it.
+
+    Raises the ConfigError of the first width if the model accepts none.
+    """
+    edge_slots = {}
+    for name in g.edata:
+        slot = _make_edge_slot(name, g.edata[name])
+        if slot is not None:
+            edge_slots[name] = slot
+
     widths = [g.ndata[name].shape[1] for name in (FEATURE, *g.ndata) if _is_features(g, name)]
+    if not widths:
+        raise ConfigError("the nodes have no features: a matrix of floats")
     on_workers = {"auto": None, "workers": True, "servers": False}[options.edge_tasks]
     errors = []
     for width in dict.fromkeys(widths):
         try:
-            return capture(model, width, columns, on_workers)
+            return capture(model, width, edge_slots, on_workers)
         except ConfigError as error:
             errors.append(error)
-
-    raise errors[0] if errors else ConfigError("the nodes have no features: a matrix of floats")
+    raise errors[0]
 
 
 def _is_features(g: DistGraph, name: str) -> bool:
     return name in g.ndata and len(g.ndata[name].shape) == 2 and g.ndata[name].dtype.is_floating_point
 
 
-def _edge_slot(name: str, data: DistTensor) -> Slot | None:
+def _make_edge_slot(name: str, data: DistTensor) -> Slot | None:
+    """Return the slot of edge data that a program may read, or None for complex numbers and flags."""
     if data.dtype.is_complex or data.dtype is torch.bool:
         return None
     dtype: Any = "" if data.dtype.is_floating_point else "int64"
@@ -705,6 +790,7 @@ def _edge_slot(name: str, data: DistTensor) -> Slot | None:
 
 
 def _with_loss(captured: Captured, g: DistGraph, objective: Objective, num_train: int) -> Captured:
+    """Return ``captured`` with the loss and the labels of ``objective``."""
     if objective.label not in g.ndata:
         raise ConfigError(f"the nodes have no labels {objective.label!r} (known: {', '.join(g.ndata)})")
     labels = g.ndata[objective.label]

@@ -40,9 +40,9 @@ from dglx_dist.strategies.serverless.tensor_program import RowKeys
 MAX_ANSWER_BYTES = 64 * 1024
 _LONGEST_ERROR = 4000
 _IDLE_S = 5.0
-"""Connections idle for longer are reopened: a function's container is frozen between invocations, and its
-peers have dropped a silent connection by then."""
-# Operations of graph servers, see :class:`_Calls`.
+"""Idle seconds after which connections are reopened. The container of a function is frozen between
+invocations, and peers drop silent connections."""
+# Operations of graph servers, see :class:`_TaskCalls`.
 PROGRAM = "lambda.program"
 PULL = "lambda.pull"
 GIVE = "lambda.give"
@@ -60,7 +60,7 @@ class WorkerAnswer:
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
     seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
-    """Whether it was the first task of its worker."""
+    """Whether the task was the first of its worker."""
     error: str = ""
     """Why the task failed; "" on success."""
 
@@ -69,7 +69,7 @@ class WorkerAnswer:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
-        """Read the JSON text of :meth:`as_json`; ConfigError if it is invalid."""
+        """Read the JSON text of :meth:`as_json`. Raises ConfigError if the text is invalid."""
         fields = Fields.parse(text, "a worker's answer", MAX_ANSWER_BYTES)
         answer = fields.record(
             cls,
@@ -81,9 +81,10 @@ class WorkerAnswer:
 
 
 Answer: TypeAlias = Callable[[float], list[Array]]
-"""Waits for the answer to a call, on the calling thread, so many seconds from :meth:`Caller.send`.
+"""Waits for the answer to a call and returns its arrays. The argument is the time limit in seconds, counted
+from :meth:`Caller.send`.
 
-PeerError: the server is dead, silent, or rejects this worker. RemoteError: the handler raised.
+Raises PeerError if the server is dead, silent, or rejects this worker, and RemoteError if the handler raised.
 """
 
 
@@ -92,51 +93,53 @@ class Caller(ABC):
 
     @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
-        """Call ``op`` of ``to``; ``arrays`` must not change until the answer has arrived."""
+        """Call ``op`` of the server ``to``. ``arrays`` must not change until the answer has arrived."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close all connections; pending calls end with a PeerError."""
+        """Close all connections. Pending calls end with a PeerError."""
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """Prepare for a task: no call is pending, and connections may have died since the last one."""
+    def begin(self) -> None:  # noqa: B027 - a caller without connections has nothing to do
+        """Prepare for a task. No call is pending, but connections may have died since the last task."""
 
 
 @final
 class RemoteCaller(Caller):
-    """Calls over sockets; connections stay open for the next task of the same job."""
+    """Calls over sockets. Connections stay open for the next task of the same job."""
 
     def __init__(self) -> None:
         self._secrets: Secrets | None = None
-        """Secrets of the open connections; None: there are none."""
-        self._used_at = 0.0
+        """Secrets of the open connections, or None if no connection is open."""
+        self._last_call_at = 0.0
 
     def begin(self) -> None:
-        # By the wall clock: a monotonic clock may stop in a frozen container.
-        if time.time() - self._used_at > _IDLE_S:
+        # The wall clock is used because a monotonic clock may stop in a frozen container.
+        if time.time() - self._last_call_at > _IDLE_S:
             self.close()
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         if secrets.secret_key is not None and to.public_key is None:
             raise ConfigError(
-                f"rank {to.rank} on {to.host} has no public key, but this job's connections are "
-                "encrypted; set DGLX_CURVE to the same value on all ranks"
+                f"rank {to.rank} on {to.host} has no public key, but this job's connections "
+                "are encrypted; set DGLX_CURVE to the same value on all ranks"
             )
 
         if self._secrets != secrets:
             self.close()
             self._open(secrets)
-        self._used_at = time.time()
+        self._last_call_at = time.time()
 
-        # Numbered here: after a restart a rank may come back at another address.
-        number = self._numbers.setdefault(to, len(self._numbers))
-        if number not in self._peers:
-            key = _bytes(to.public_key)
-            self._peers[number] = PeerAddress(
-                rank=to.rank, host=to.host, endpoint=to.endpoint, public_key=key
+        # Peers are known by their address and not by their rank, because a restarted rank may have a new one.
+        peer_index = self._peer_indices.setdefault(to, len(self._peer_indices))
+        if peer_index not in self._peers:
+            self._peers[peer_index] = PeerAddress(
+                rank=to.rank,
+                host=to.host,
+                endpoint=to.endpoint,
+                public_key=_encode_key(to.public_key),
             )
 
-        return self._client.send(number, op, name, arrays).result
+        return self._client.send(peer_index, op, name, arrays).result
 
     def close(self) -> None:
         if self._secrets is not None:
@@ -145,25 +148,26 @@ class RemoteCaller(Caller):
             self._secrets = None
 
     def _open(self, secrets: Secrets) -> None:
-        self._numbers = dict[Address, int]()
+        self._peer_indices = dict[Address, int]()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[int, PeerAddress] = {}
         credentials = Credentials(
             secret=secrets.secret.encode(),
-            public_key=_bytes(secrets.public_key),
-            secret_key=_bytes(secrets.secret_key),
+            public_key=_encode_key(secrets.public_key),
+            secret_key=_encode_key(secrets.secret_key),
         )
+        # The client sees each peer that is added to `_peers` later.
         self._client = Client(self._context, self._peers, credentials)
         self._secrets = secrets
 
 
-def _bytes(text: str | None) -> bytes | None:
-    return None if text is None else text.encode()
+def _encode_key(key: str | None) -> bytes | None:
+    return None if key is None else key.encode()
 
 
 @final
 class DirectCaller(Caller):
-    """Calls handlers of this process, without sockets and copies; secrets are ignored."""
+    """Calls handlers of this process, without sockets and copies. Secrets are ignored."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
@@ -175,8 +179,10 @@ class DirectCaller(Caller):
         try:
             answer = run_handler(self._handlers, op, name, arrays)
         except Exception as error:
-            text = f"rank {to.rank} on {to.host} failed at {op} {name!r}: {type(error).__name__}: {error}"
-            raise RemoteError(text) from error
+            cause = f"{type(error).__name__}: {error}"
+            raise RemoteError(f"rank {to.rank} on {to.host} failed at {op} {name!r}: {cause}") from error
+
+        # The handler has already run, so there is nothing to wait for.
         return lambda _timeout_s: answer
 
     def close(self) -> None:
@@ -184,23 +190,24 @@ class DirectCaller(Caller):
 
 
 class _TaskOver(Exception):
-    """Another attempt has done the task."""
+    """Raised when another attempt has done the task."""
 
 
 @final
-class _Calls:
-    """The calls of one task.
+class _TaskCalls:
+    """The calls that a worker makes for one task.
 
-    ``lambda.pull`` answered without arrays means "not yet". A worker may start before its rows are ready, and
-    polls so that it does not block a thread of the server.
+    A worker may start before its rows are ready. The graph server then answers ``lambda.pull`` without
+    arrays, and the worker asks again later, so that it does not block a thread of the server.
     """
 
     def __init__(self, caller: Caller, task: Task) -> None:
-        self._caller, self._task = caller, task
+        self._caller = caller
+        self._task = task
 
-    def program(self) -> bytes:
+    def fetch_program(self) -> bytes:
         """Fetch the program's JSON, and report this worker's numerical kernels."""
-        arrays = self._graph_server(PROGRAM, kernels())(self._task.timeout_s)
+        arrays = self._call_graph_server(PROGRAM, kernels())(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
             server = self._task.graph_server
             raise ConfigError(
@@ -210,13 +217,21 @@ class _Calls:
         return arrays[0].tobytes()
 
     def pull(self, half: int) -> Answer:
-        return self._graph_server(PULL, half_name(self._task.key, half))
+        return self._call_graph_server(PULL, half_name(self._task.key, half))
 
-    def rows(self, answer: Answer, half: int) -> list[Array]:
-        """Wait for the answer to :meth:`pull`; PeerError if the graph server lacks the rows for too long."""
+    def wait_for_rows(self, answer: Answer, half: int) -> list[Array]:
+        """Return the rows of ``half``, where ``answer`` is the result of :meth:`pull`.
+
+        Raises PeerError if the graph server does not have the rows within the time limit, and _TaskOver if
+        another attempt has done the task.
+        """
         task = self._task
         requested_at = time.monotonic()
-        while not (arrays := answer(task.timeout_s)):
+        while True:
+            arrays = answer(task.timeout_s)
+            if arrays:
+                break
+
             waited_s = time.monotonic() - requested_at
             if waited_s > task.timeout_s:
                 server = task.graph_server
@@ -225,23 +240,24 @@ class _Calls:
                     f"rank {server.rank} on {server.host} had no rows for {PULL} {name!r} "
                     f"within {task.timeout_s:g} s; check the tasks before this one, or raise timeout_s"
                 )
-            # Proportional to the waiting time: few calls, and ready rows are fetched soon. Workers that
-            # fetch late would cost more than the pipeline gains.
+            # The pause grows with the waiting time. So there are few calls, and rows that become ready soon
+            # are fetched soon. Workers that fetch late would cost more than the pipeline gains.
             time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             answer = self.pull(half)
 
-        if [array.dtype for array in arrays] == [TASK_OVER.dtype]:
+        if len(arrays) == 1 and arrays[0].dtype == TASK_OVER.dtype:
             raise _TaskOver
         return arrays
 
-    def parameters(self, op: str, arrays: Sequence[Array] = ()) -> Answer:
+    def call_parameter_server(self, op: str, arrays: Sequence[Array] = ()) -> Answer:
         task = self._task
         return self._caller.send(task.parameter_server, task.secrets, op, str(task.key), arrays)
 
     def submit(self, half: int, rows: Sequence[Array]) -> Answer:
-        return self._graph_server(GIVE, attempt_name(self._task.key, half, self._task.attempt), rows)
+        name = attempt_name(self._task.key, half, self._task.attempt)
+        return self._call_graph_server(GIVE, name, rows)
 
-    def _graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
+    def _call_graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)
 
 
@@ -252,37 +268,40 @@ class TaskPhase(str, Enum):
     HALF = "half"
     """One half is computed."""
     COMPUTED = "computed"
-    """Both halves are computed; nothing is pushed, and of a backward task nothing is sent."""
+    """Both halves are computed. No gradient is pushed yet, and a backward task has sent no rows."""
     PUSHED = "pushed"
-    """The parameter server has the gradients; the graph server lacks rows."""
+    """The parameter server has the gradients. The graph server still lacks rows."""
     END = "end"
     """All rows are sent."""
 
 
 PhaseHook: TypeAlias = Callable[[TaskPhase], None]
-"""Called at each phase; an exception from it ends the task."""
+"""Called at each phase. An exception from the hook ends the task."""
 
 
 @final
 class Worker:
-    """Runs tasks one after another; keeps only connections and the last program in between.
+    """Runs tasks one after another. Between tasks it keeps only connections and the last program.
 
-    Gradients are pushed and acknowledged before the last rows are sent. For the graph server a task is done
-    when its rows have arrived, so a worker may die at any point without loss: the next attempt pushes the
-    same bits under the same key, and they count once.
+    Gradients are pushed and acknowledged before the last rows are sent, and a task is done when the graph
+    server has its rows. So a worker may die at any point without loss: the next attempt pushes equal
+    gradients under the same key, and the parameter server counts them once.
     """
 
     def __init__(self, caller: Caller, hook: PhaseHook = lambda phase: None) -> None:
-        self._caller, self._hook = caller, hook
-        self._cold = True
-        self._run_of_program: object = None
+        self._caller = caller
+        self._call_hook = hook
+        self._is_cold = True
+        self._run_of_program: tuple[str, Secrets, int] | None = None
+        """Digest, secrets and number of the run that the program was fetched for."""
         self._program: Program
-        self._works: dict[tuple[int, Direction], TaskComputation] = {}
+        self._computations: dict[tuple[int, Direction], TaskComputation] = {}
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
-        """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
+        """Run the task of ``event`` and return the fields of its :class:`WorkerAnswer` as JSON.
 
-        A functions service adds ``context``. Raises what :meth:`attempt` returns.
+        ``event`` is the result of :meth:`Task.to_event`, as text or as parsed JSON. A functions service adds
+        ``context``, which is not used. Raises the failure that :meth:`attempt` returns.
         """
         answer, failure = self.attempt(Task.from_event(event))
         if failure is not None:
@@ -290,69 +309,89 @@ class Worker:
         return answer.as_json()
 
     def attempt(self, task: Task) -> tuple[WorkerAnswer, DglxError | None]:
-        """Run ``task``; return its answer, and why it failed, with task, attempt and call."""
-        started = time.perf_counter()
-        cold, self._cold = self._cold, False
+        """Run ``task``. Return its answer, and the failure or None.
+
+        The message of a failure names the task and the attempt. An attempt that finds its task done by
+        another attempt succeeds.
+        """
+        start_s = time.perf_counter()
+        was_cold = self._is_cold
+        self._is_cold = False
         failure = None
         try:
             self._run(task)
         except _TaskOver:
+            # The rows of another attempt have arrived, so there is nothing left to do.
             pass
         except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
-            kind = type(error) if isinstance(error, DglxError) else RemoteError
-            text = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
-            failure = kind(f"task {task.key}, attempt {task.attempt}: {text}")
-            failure.__cause__ = error
+            failure = _explain_failure(task, error)
 
         answer = WorkerAnswer(
             key=task.key,
             attempt=task.attempt,
-            seconds=time.perf_counter() - started,
-            cold=cold,
-            error=str(failure or ""),
+            seconds=time.perf_counter() - start_s,
+            cold=was_cold,
+            error="" if failure is None else str(failure),
         )
         return answer, failure
 
     def _run(self, task: Task) -> None:
         self._caller.begin()
-        calls = _Calls(self._caller, task)
-        work = self._work(task, calls)
-        self._hook(TaskPhase.BEFORE_PULL)
-        requested = calls.parameters(WEIGHTS) if work.weights else None
-        pulled = [calls.rows(calls.pull(0), 0)]
-        second = calls.pull(1)
-        weights = [] if requested is None else requested(task.timeout_s)
-        computed: list[Computed] = []
-        submitted: list[Answer] = []
+        calls = _TaskCalls(self._caller, task)
+        computation = self._find_computation(task, calls)
+        results, answers = self._compute(task, computation, calls)
 
-        # The first half is computed while the second arrives. Forward, it is also sent meanwhile.
-        for half in (0, 1):
-            if half:
-                pulled.append(calls.rows(second, 1))
-            keys = _keys_of_half(task, half, len(pulled[half][0])) if work.drops and pulled[half] else None
-            computed.append(work.half(weights, pulled[half], half_length(task.rows, half), keys))
-            self._hook(TaskPhase.HALF)
-            if half == 0 and task.key.direction is Direction.FORWARD:
-                submitted.append(calls.submit(0, computed[0].rows))
+        # The parameter server must have the gradients before the last rows are sent, see the class.
+        self._call_hook(TaskPhase.COMPUTED)
+        if computation.pushes and computation.weights:
+            gradients = add_gradients(results[0].gradients, results[1].gradients)
+            calls.call_parameter_server(GRADIENTS, gradients)(task.timeout_s)
 
-        self._hook(TaskPhase.COMPUTED)
-        if work.pushes and work.weights:
-            gradients = add_gradients(computed[0].gradients, computed[1].gradients)
-            calls.parameters(GRADIENTS, gradients)(task.timeout_s)
-        self._hook(TaskPhase.PUSHED)
-        for half in range(len(submitted), 2):
-            submitted.append(calls.submit(half, computed[half].rows))
-        for answer in submitted:
-            answer(task.timeout_s)
-        self._hook(TaskPhase.END)
+        self._call_hook(TaskPhase.PUSHED)
+        for half in range(len(answers), 2):
+            answers.append(calls.submit(half, results[half].rows))
+        for wait_for_answer in answers:
+            wait_for_answer(task.timeout_s)
+        self._call_hook(TaskPhase.END)
 
-    def _work(self, task: Task, calls: _Calls) -> TaskComputation:
+    def _compute(
+        self, task: Task, computation: TaskComputation, calls: _TaskCalls
+    ) -> tuple[list[Computed], list[Answer]]:
+        """Return the results of both halves, and the pending calls that send rows of the first half.
+
+        The first half is computed while the rows of the second half arrive. A forward task also sends the
+        first half before it computes the second one. Other tasks send nothing here.
+        """
+        self._call_hook(TaskPhase.BEFORE_PULL)
+        # The weights travel while the graph server prepares the rows.
+        weights_answer = None
+        if computation.weights:
+            weights_answer = calls.call_parameter_server(WEIGHTS)
+        first_rows = calls.wait_for_rows(calls.pull(0), 0)
+        second_answer = calls.pull(1)
+        weights: list[Array] = []
+        if weights_answer is not None:
+            weights = weights_answer(task.timeout_s)
+
+        first_result = _compute_half(task, computation, weights, first_rows, 0)
+        self._call_hook(TaskPhase.HALF)
+        answers = []
+        if task.key.direction is Direction.FORWARD:
+            answers.append(calls.submit(0, first_result.rows))
+
+        second_rows = calls.wait_for_rows(second_answer, 1)
+        second_result = _compute_half(task, computation, weights, second_rows, 1)
+        self._call_hook(TaskPhase.HALF)
+        return [first_result, second_result], answers
+
+    def _find_computation(self, task: Task, calls: _TaskCalls) -> TaskComputation:
+        """Return the computation of ``task``. Fetch the program if ``task`` is the first of its run."""
         key = task.key
-        run = (task.program, task.secrets, task.key.run)
+        run = (task.program, task.secrets, key.run)
 
-        # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
+        # Each run fetches its program, even an equal one, because the call also reports the worker's kernels.
         if self._run_of_program != run:
-            program = Program.from_json(calls.program())
+            program = Program.from_json(calls.fetch_program())
             if program.digest != task.program:
                 raise ConfigError(
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
@@ -361,16 +400,33 @@ class Worker:
 
             self._run_of_program = run
             self._program = program
-            self._works = {}
+            self._computations = {}
 
-        kind = (key.step, key.direction)
-        if kind not in self._works:
+        step_and_direction = (key.step, key.direction)
+        if step_and_direction not in self._computations:
             key.check(self._program)
-            self._works[kind] = TaskComputation(self._program, *kind)
-        return self._works[kind]
+            computation = TaskComputation(self._program, *step_and_direction)
+            self._computations[step_and_direction] = computation
+        return self._computations[step_and_direction]
 
 
-def _keys_of_half(task: Task, half: int, num_rows: int) -> RowKeys:
-    # As many as there are rows, whatever the event says.
-    first = task.first_row + half_rows(task.rows, half).start
-    return RowKeys(task.seed, task.key.epoch, torch.arange(first, first + num_rows))
+def _explain_failure(task: Task, error: Exception) -> DglxError:
+    """Return an error that names ``task`` and its attempt, and has ``error`` as its cause."""
+    where = f"task {task.key}, attempt {task.attempt}"
+    failure: DglxError = RemoteError(f"{where}: {type(error).__name__}: {error}")
+    if isinstance(error, DglxError):
+        failure = type(error)(f"{where}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _compute_half(
+    task: Task, computation: TaskComputation, weights: list[Array], rows: list[Array], half: int
+) -> Computed:
+    keys = None
+    if computation.drops:
+        # There are as many keys as rows, even if the event states another number of rows.
+        first_id = task.first_row + half_rows(task.rows, half).start
+        ids = torch.arange(first_id, first_id + len(rows[0]))
+        keys = RowKeys(task.seed, task.key.epoch, ids)
+    return computation.half(weights, rows, half_length(task.rows, half), keys)

@@ -1,7 +1,7 @@
 """Worker processes: copies of one process that read tasks from a stream and answer on it.
 
 A line of input is ``{"event": ..., "fault": ...}``. Secrets arrive over the stream only. A worker ends with
-the process that starts workers, and that one ends with its graph server.
+the process that starts workers, and the starting process ends with its graph server.
 """
 
 import os
@@ -35,7 +35,7 @@ class Fault:
 
     place: TaskPhase
     seconds: Annotated[float, Within(0, MAX_SECONDS)] | None = None
-    """Length of a pause; None: the worker dies."""
+    """Length of a pause in seconds. If None, the worker dies."""
 
 
 @final
@@ -45,7 +45,7 @@ class FaultInjector:
     def __init__(self, die: Callable[[], NoReturn]) -> None:
         self._die = die
         self.next: Fault | None = None
-        """Fault of the current or next task; reset once it has happened."""
+        """Fault of the current or next task. It is reset once the fault has happened."""
 
     def __call__(self, phase: TaskPhase) -> None:
         fault = self.next
@@ -57,20 +57,20 @@ class FaultInjector:
         time.sleep(fault.seconds)
 
 
-def serve_starts(number: int) -> None:
-    """Start workers as copies of this process, as the socket ``number`` asks, until it closes.
+def serve_starts(socket_number: int) -> None:
+    """Start a worker, a copy of this process, for each request on a socket. End when the socket closes.
 
     A request has two files: the worker's stream and its standard error. The answer is the worker's process
-    id. With one thread for torch, this process has no other thread that a copy would lack.
+    id. A copy has only the thread that forks, so torch must run with one thread in this process.
     """
-    requests = socket.socket(fileno=number)
+    requests = socket.socket(fileno=socket_number)
     parent = os.getppid()
     _warm_up()
 
     # The system removes workers that end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        # A process forked by the parent may keep the socket open.
+        # The socket may stay open after the parent's end, because a process that the parent forked has it.
         while not select.select([requests], [], [], _POLL_S)[0]:
             if os.getppid() != parent:
                 os._exit(0)
@@ -78,30 +78,32 @@ def serve_starts(number: int) -> None:
         if not content:
             os._exit(0)
 
-        if pid := os.fork():
-            for file in files:
-                os.close(file)
-            requests.send(str(pid).encode())
-            continue
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            _serve_tasks(*files)
+        for file in files:
+            os.close(file)
+        requests.send(str(pid).encode())
 
-        end_with_parent()
-        requests.close()
-        stream, errors = files
 
-        # What a library prints must not mix with the answers.
-        for source, target in ((stream, 0), (errors, 1), (errors, 2)):
-            os.dup2(source, target)
-        try:
-            _run_tasks(stream)
-        except BaseException:  # noqa: BLE001 - the last words of this process
-            traceback.print_exc()
-            sys.stderr.flush()
-
-        os._exit(1)
+def _serve_tasks(stream: int, errors: int) -> NoReturn:
+    """Run the tasks of ``stream`` in a new worker process, and end the process."""
+    end_with_parent()
+    # Output of libraries goes to ``errors``, because it must not mix with the answers.
+    os.dup2(stream, 0)
+    os.dup2(errors, 1)
+    os.dup2(errors, 2)
+    try:
+        _run_tasks(stream)
+    except BaseException:  # noqa: BLE001 - the last words of this process
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _warm_up() -> None:
-    # What the first operations import and compile, copies have from the start.
+    """Run typical operations. Workers need not repeat the imports and compilations of the first run."""
     rows = torch.ones(2, 2, requires_grad=True)
     loss = drop_rows(rows.mm(rows).relu(), 0.5, 0, RowKeys(0, 0, torch.arange(2))).sum()
     torch.autograd.grad(loss, rows, allow_unused=True, materialize_grads=True)
@@ -113,7 +115,8 @@ def _run_tasks(stream: int) -> None:
     with open(stream, "r+b", buffering=0) as answers:
         while line := sys.stdin.buffer.readline(_LONGEST_LINE):
             task, faults.next = _parse_line(line)
-            answers.write(write_json(worker.attempt(task)[0].as_json()) + b"\n")
+            answer, _ = worker.attempt(task)
+            answers.write(write_json(answer.as_json()) + b"\n")
 
 
 def _parse_line(line: bytes) -> tuple[Task, Fault | None]:

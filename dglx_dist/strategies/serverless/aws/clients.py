@@ -12,7 +12,7 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.options import option
 
 Client: TypeAlias = Any
-"""A boto3 client; boto3 creates these classes at run time, without types."""
+"""A client of boto3, which creates its classes at run time, without types."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 60
 MAX_TRIES = 5
@@ -23,11 +23,11 @@ _FORBIDDEN = (
     *("SignatureDoesNotMatch", "InvalidSignatureException", "ExpiredTokenException", "ExpiredToken"),
 )
 TAG = "dglx_dist"
-"""Marks resources created by dglx; others are never changed or removed."""
+"""Tag of resources that dglx created. Other resources are never changed or removed."""
 MEMORY_MB = (128, 10_240)
 MAX_TIMEOUT_S = 900
 EVENT_AGE_S = 60
-"""An event that waits longer is dropped: by then the controller has sent another attempt."""
+"""Seconds after which a waiting event is dropped. By then the controller has sent another attempt."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NETWORK = "Network: a function must reach the graph servers"
 ARCHITECTURES = ("x86_64", "arm64")
@@ -40,19 +40,20 @@ _IMAGE = re.compile(r"[\w.-]+(:[0-9]+)?/[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})"
 class Place:
     """Region or endpoint of AWS.
 
-    There is no field for credentials: boto3 looks where the AWS command line does (environment, ``~/.aws``,
-    a login, or the role of the machine).
+    There is no field for credentials, because boto3 finds them as the AWS command line does: in the
+    environment, in ``~/.aws``, in a login, or in the role of the machine.
     """
 
     region: str | None = None
-    """Such as "eu-west-1"; None: boto3's default."""
+    """Name of the region, such as "eu-west-1", or None for boto3's default."""
     endpoint_url: str | None = None
-    """Address of an AWS-compatible service; None: AWS itself."""
+    """Address of an AWS-compatible service, or None for AWS itself."""
 
     def client(self, service: str, *, connections: int = 10, timeout_s: float = READ_TIMEOUT_S) -> Client:
-        """Return a thread-safe client of ``service``, such as "lambda", for so many concurrent calls.
+        """Return a thread-safe client of ``service``, such as "lambda".
 
-        Raises ConfigError if boto3 is not installed, or finds no region or not the configured profile.
+        ``connections`` is the number of concurrent calls. Raises ConfigError if boto3 is not installed, or
+        finds no region or not the configured profile.
         """
         try:
             from botocore.config import Config
@@ -72,14 +73,14 @@ class Place:
 
     @cached_property
     def _session(self) -> Client:
-        # Shared by all clients: service descriptions and credentials are read once.
+        # All clients share the session, so service descriptions and credentials are read once.
         import boto3
 
         return boto3.Session(region_name=self.region)
 
 
 def is_amazon(client: Client) -> bool:
-    """Whether ``client`` calls AWS itself; boto3's own settings may name another endpoint as well."""
+    """Whether ``client`` calls AWS itself. Settings of boto3 may name another endpoint, too."""
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZON)
 
@@ -98,21 +99,25 @@ def explain_errors(purpose: str) -> Iterator[None]:
             f"{purpose}: {error}; check the network, the region and the endpoint's address"
         ) from error
     except (boto.BotoCoreError, boto.ClientError, ValueError) as error:
-        remedy = ""
-        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
-            remedy = "; log in with `aws configure` or `aws sso login`"
-        elif isinstance(error, boto.WaiterError):
-            # A waiter of functions gets the configuration, alone or beside other facts.
-            state = error.last_response.get("Configuration", error.last_response)
-            reason = state.get("StateReason") or state.get("LastUpdateStatusReason") or "no reason given"
-            remedy = f" ({reason}); run the command again, or remove the function and deploy it again"
-        elif isinstance(error, boto.NoRegionError):
-            remedy = "; give --region, or set one with `aws configure`"
-        elif (
-            isinstance(error, boto.ClientError) and error.response.get("Error", {}).get("Code") in _FORBIDDEN
-        ):
-            remedy = "; ask for the permission, or log in as another user"
-        raise ConfigError(f"{purpose}: {error}{remedy}") from error
+        raise ConfigError(f"{purpose}: {error}{_find_remedy(error)}") from error
+
+
+def _find_remedy(error: Exception) -> str:
+    """Return the end of the message of an error of boto3: what to do, or ""."""
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
+        return "; log in with `aws configure` or `aws sso login`"
+    if isinstance(error, boto.NoRegionError):
+        return "; give --region, or set one with `aws configure`"
+    if isinstance(error, boto.WaiterError):
+        # The response is the configuration of the function, or has it as a part.
+        state = error.last_response.get("Configuration", error.last_response)
+        reason = state.get("StateReason") or state.get("LastUpdateStatusReason") or "no reason given"
+        return f" ({reason}); run the command again, or remove the function and deploy it again"
+    if isinstance(error, boto.ClientError) and error.response.get("Error", {}).get("Code") in _FORBIDDEN:
+        return "; ask for the permission, or log in as another user"
+    return ""
 
 
 Found: TypeAlias = Mapping[str, Any]
@@ -122,7 +127,7 @@ Found: TypeAlias = Mapping[str, Any]
 def found_or_none(
     purpose: str, missing: type[Exception], call: Callable[..., Found], **arguments: object
 ) -> Found | None:
-    """Return ``call(**arguments)``, None if it raises ``missing``; other errors as :func:`explain_errors`."""
+    """Return ``call(**arguments)``, or None if it raises ``missing``. Other errors are explained."""
     with explain_errors(purpose):
         try:
             return call(**arguments)
@@ -139,7 +144,7 @@ def _several(help: str, flag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Desired state of one function; ConfigError for what is outside the limits of AWS."""
+    """Desired state of one function. Raises ConfigError for values outside the limits of AWS."""
 
     name: str = option(..., "Name of the function.", metavar="NAME")
     image: str = option(..., "Image in a registry of AWS: HOST/NAME:TAG.", flag="--image", metavar="URI")
@@ -149,7 +154,7 @@ class Deployment:
     timeout_s: int = option(60, "After which AWS ends an invocation.", flag="--timeout", metavar="SECONDS")
     role: str | None = option(None, "Name or ARN of its role. Default: one is made, NAME-role.")
     subnets: tuple[str, ...] = _several("Subnet it runs in; may be given several times.", "--subnet")
-    """Subnets that can reach the graph servers; (): the internet."""
+    """Subnets that can reach the graph servers, or () for the internet."""
     security_groups: tuple[str, ...] = _several(
         "What it may reach; may be given several times.", "--security-group"
     )
@@ -181,6 +186,6 @@ class Deployment:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless ``name`` is a valid function name."""
+    """Raise ConfigError if ``name`` is no valid name of a function."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r} is not a valid function name; give 1 to 64 letters, digits, - and _")

@@ -68,7 +68,7 @@ _TRUST = {
     ],
 }
 ACTIVE_WITHIN_S = 300.0
-"""Creating network interfaces in a VPC takes a minute or two the first time."""
+"""Seconds until a function must be active. The first network interfaces of a VPC take a minute or two."""
 ROLE_KNOWN_WITHIN_S = 60.0
 _NO_RETRIES = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
 _PAUSE_S = 1
@@ -87,11 +87,16 @@ class Changes:
     """
 
     def __init__(self, say: Callable[[str], None], *, dry_run: bool = False) -> None:
-        self._say, self._dry_run = say, dry_run
+        self._say = say
+        self._dry_run = dry_run
         self.number = 0
+        """Number of changes so far."""
 
     def __call__(self, text: str, call: Callable[..., Any], **arguments: object) -> Any:
-        """Return ``call(**arguments)``, None in a dry run; ConfigError or PeerError if AWS rejects it."""
+        """Announce ``text`` and return ``call(**arguments)``, or None in a dry run.
+
+        Raises ConfigError or PeerError if AWS rejects the call.
+        """
         self.number += 1
         self._say(f"would {text}" if self._dry_run else text)
         if self._dry_run:
@@ -101,7 +106,7 @@ class Changes:
 
 
 def deploy(deployment: Deployment, change: Changes) -> None:
-    """Make the changes that ``deployment`` needs. It skips what exists, so a second call resumes the first.
+    """Make the changes that ``deployment`` needs. Existing parts stay, so a second call resumes the first.
 
     Raises:
         ConfigError: credentials or permission are missing, the given role does not exist, or the name
@@ -117,43 +122,10 @@ def deploy(deployment: Deployment, change: Changes) -> None:
         "Timeout": deployment.timeout_s,
         "VpcConfig": _vpc({"SubnetIds": deployment.subnets, "SecurityGroupIds": deployment.security_groups}),
     }
-    architecture = [deployment.architecture]
     if function is None:
-        subnets = f", VPC subnets {' '.join(deployment.subnets)}" if deployment.subnets else ""
-        change(
-            f"create the function {name}: memory {deployment.memory_mb} MB, "
-            f"time-out {deployment.timeout_s} s, image {deployment.image}{subnets}",
-            _create_function,
-            client=client,
-            FunctionName=name,
-            Code={"ImageUri": deployment.image},
-            PackageType="Image",
-            Architectures=architecture,
-            Description="Workers of dglx_dist: tensor tasks of graph training",
-            Tags={TAG: name},
-            **settings,
-        )
-        _wait(client, name, change, "active")
+        _create(deployment, settings, client, change)
     else:
-        now = function["Configuration"]
-        # An earlier command may have been interrupted; AWS rejects changes until its work is done.
-        if now.get("State") in ("Pending", "Failed"):
-            _wait(client, name, change, "active")
-        elif now.get("LastUpdateStatus") == "InProgress":
-            _wait(client, name, change, "updated")
-
-        current_image = function.get("Code", {}).get("ImageUri")
-        if current_image != deployment.image or now.get("Architectures", ["x86_64"]) != architecture:
-            code = {"FunctionName": name, "ImageUri": deployment.image, "Architectures": architecture}
-            change(f"update the image of {name} to {deployment.image}", client.update_function_code, **code)
-            _wait(client, name, change, "updated")
-
-        current = {**now, "VpcConfig": _vpc(now.get("VpcConfig") or {})}
-        changed = {key: value for key, value in settings.items() if current.get(key) != value}
-        if changed:
-            update = client.update_function_configuration
-            change(f"update {', '.join(changed)} of {name}", update, FunctionName=name, **changed)
-            _wait(client, name, change, "updated")
+        _update(deployment, settings, function, client, change)
 
     if function is None or not _drops_failures(client, name):
         # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
@@ -165,24 +137,76 @@ def deploy(deployment: Deployment, change: Changes) -> None:
         )
 
 
+def _create(deployment: Deployment, settings: Mapping[str, Any], client: Client, change: Changes) -> None:
+    subnets = f", VPC subnets {' '.join(deployment.subnets)}" if deployment.subnets else ""
+    change(
+        f"create the function {deployment.name}: memory {deployment.memory_mb} MB, "
+        f"time-out {deployment.timeout_s} s, image {deployment.image}{subnets}",
+        _create_function,
+        client=client,
+        FunctionName=deployment.name,
+        Code={"ImageUri": deployment.image},
+        PackageType="Image",
+        Architectures=[deployment.architecture],
+        Description="Workers of dglx_dist: tensor tasks of graph training",
+        Tags={TAG: deployment.name},
+        **settings,
+    )
+    _wait(client, deployment.name, change, "active")
+
+
+def _update(
+    deployment: Deployment, settings: Mapping[str, Any], function: Found, client: Client, change: Changes
+) -> None:
+    """Change the image and the settings of an existing ``function`` if they differ."""
+    name = deployment.name
+    configuration = function["Configuration"]
+    # An earlier command may have been interrupted. AWS rejects changes until the earlier change is complete.
+    if configuration.get("State") in ("Pending", "Failed"):
+        _wait(client, name, change, "active")
+    elif configuration.get("LastUpdateStatus") == "InProgress":
+        _wait(client, name, change, "updated")
+
+    image = function.get("Code", {}).get("ImageUri")
+    architectures = configuration.get("Architectures", ["x86_64"])
+    if image != deployment.image or architectures != [deployment.architecture]:
+        change(
+            f"update the image of {name} to {deployment.image}",
+            client.update_function_code,
+            FunctionName=name,
+            ImageUri=deployment.image,
+            Architectures=[deployment.architecture],
+        )
+        _wait(client, name, change, "updated")
+
+    current_settings = {**configuration, "VpcConfig": _vpc(configuration.get("VpcConfig") or {})}
+    new_settings = {key: value for key, value in settings.items() if current_settings.get(key) != value}
+    if new_settings:
+        update = client.update_function_configuration
+        change(f"update {', '.join(new_settings)} of {name}", update, FunctionName=name, **new_settings)
+        _wait(client, name, change, "updated")
+
+
 def remove(name: str, place: Place, change: Changes) -> None:
     """Delete the function ``name``, the role created for it, and its log.
 
     A role given by the user stays. Errors as in :func:`deploy`.
     """
     check_name(name)
-    client, iam, logs = (place.client(service) for service in ("lambda", "iam", "logs"))
+    client = place.client("lambda")
+    iam = place.client("iam")
+    logs = place.client("logs")
     function = _own_function(client, name)
     role = _find_role(iam, default_role(name))
-    has_role = role is not None and _owner(role) == name
-    has_log = False
-    group = f"/aws/lambda/{name}"
+    has_role = role is not None and _find_owner(role) == name
 
-    # A log has no tag of its creator: it is deleted together with a function or role that has one.
+    # A log has no tag of its creator, so it is deleted together with a function or role that has a tag.
+    group = f"/aws/lambda/{name}"
+    has_log = False
     if function is not None or has_role:
         with explain_errors(f"could not look for the log {group}"):
-            listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
-        has_log = group in [entry["logGroupName"] for entry in listed]
+            log_groups = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
+        has_log = group in [log_group["logGroupName"] for log_group in log_groups]
 
     if function is not None:
         change(f"delete the function {name}", client.delete_function, FunctionName=name)
@@ -197,24 +221,30 @@ def default_role(function: str) -> str:
 
 
 def _role_arn(deployment: Deployment, change: Changes) -> str | None:
-    """Return the ARN of the execution role: the given one, or one created for the function.
+    """Return the ARN of the given execution role, or of a role that is created for the function.
 
-    None if a dry run does not create it.
+    Return None if a dry run does not create the role. Raises ConfigError if the given role does not exist.
     """
     role = deployment.role
     if role is not None and role.startswith("arn:"):
         return role
-    iam = deployment.place.client("iam")
-    name = role or default_role(deployment.name)
-    existing = _find_role(iam, name)
-    if role is not None:
-        if existing is None:
-            raise ConfigError(f"there is no role {role!r}; name an existing one, or none to create one")
-        return str(existing["Arn"])
 
-    attached: list[str] = []
-    if existing is None:
-        made = change(
+    iam = deployment.place.client("iam")
+    if role is None:
+        return _make_role(deployment, iam, change)
+    existing_role = _find_role(iam, role)
+    if existing_role is None:
+        raise ConfigError(f"there is no role {role!r}; name an existing one, or none to create one")
+    return str(existing_role["Arn"])
+
+
+def _make_role(deployment: Deployment, iam: Client, change: Changes) -> str | None:
+    """Create the default role of the function, or complete an existing one, and return its ARN."""
+    name = default_role(deployment.name)
+    role = _find_role(iam, name)
+    policies: list[str] = []
+    if role is None:
+        answer = change(
             f"create the role {name}",
             iam.create_role,
             RoleName=name,
@@ -222,20 +252,21 @@ def _role_arn(deployment: Deployment, change: Changes) -> str | None:
             Description=f"Workers of dglx_dist: function {deployment.name}",
             Tags=[{"Key": TAG, "Value": deployment.name}],
         )
-        existing = {"Arn": None} if made is None else made["Role"]
-    elif _owner(existing) != deployment.name:
+        # A dry run has no answer.
+        role = {"Arn": None} if answer is None else answer["Role"]
+    elif _find_owner(role) != deployment.name:
         raise ConfigError(
-            f"the role {name} exists and was not made for the function {deployment.name} by dglx; give it, "
-            "or another one, with --role"
+            f"the role {name} exists and was not made for the function {deployment.name} by "
+            "dglx; give it, or another one, with --role"
         )
     else:
-        attached = _attached_policies(iam, name)
+        policies = _list_policies(iam, name)
 
     policy = VPC_POLICY if deployment.subnets else LOG_POLICY
-    if policy not in attached:
+    if policy not in policies:
         text = f"let the role {name} use {policy.removeprefix(_MANAGED)}"
         change(text, iam.attach_role_policy, RoleName=name, PolicyArn=policy)
-    arn: str | None = existing["Arn"]
+    arn: str | None = role["Arn"]
     return arn
 
 
@@ -245,52 +276,56 @@ def _find_role(iam: Client, name: str) -> Found | None:
     return None if answer is None else answer["Role"]
 
 
-def _attached_policies(iam: Client, name: str) -> list[str]:
+def _list_policies(iam: Client, name: str) -> list[str]:
     with explain_errors(f"could not look at the role {name}"):
-        listed = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
-    return [str(policy["PolicyArn"]) for policy in listed]
+        policies = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
+    return [str(policy["PolicyArn"]) for policy in policies]
 
 
 def _delete_role(iam: Client, name: str) -> None:
-    for policy in _attached_policies(iam, name):
+    for policy in _list_policies(iam, name):
         iam.detach_role_policy(RoleName=name, PolicyArn=policy)
     iam.delete_role(RoleName=name)
 
 
-def _owner(role: Found) -> object:
-    return next((tag["Value"] for tag in role.get("Tags") or () if tag["Key"] == TAG), None)
+def _find_owner(role: Found) -> object:
+    """Return the function that dglx created ``role`` for, or None."""
+    for tag in role.get("Tags") or ():
+        if tag["Key"] == TAG:
+            return tag["Value"]
+    return None
 
 
 def _own_function(client: Client, name: str) -> Found | None:
+    """Return the function ``name``, or None. Raises ConfigError if dglx did not create the function."""
     purpose = f"could not look for the function {name}"
     missing = client.exceptions.ResourceNotFoundException
     function = found_or_none(purpose, missing, client.get_function, FunctionName=name)
     if function is not None and function.get("Tags", {}).get(TAG) != name:
         raise ConfigError(
-            f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
-            "name"
+            f"the function {name} exists and was not made by dglx, so it is left unchanged; "
+            "choose another name"
         )
 
     return function
 
 
 def _vpc(settings: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    # Sorted for comparison: AWS returns them in any order.
+    # The ids are sorted for comparisons, because AWS returns them in any order.
     return {key: sorted(settings.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
 
 
 def _create_function(client: Client, **arguments: object) -> None:
+    """Create a function. Wait until AWS knows its new role everywhere."""
     deadline = time.monotonic() + ROLE_KNOWN_WITHIN_S
     while True:
         try:
             client.create_function(**arguments)
+            return
         except client.exceptions.InvalidParameterValueException as error:
-            # A new role is not visible everywhere at once.
             if "assume" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_S)
-        else:
-            return
 
 
 def _wait(client: Client, name: str, change: Changes, until: str) -> None:
@@ -300,10 +335,11 @@ def _wait(client: Client, name: str, change: Changes, until: str) -> None:
 
 
 def _drops_failures(client: Client, name: str) -> bool:
+    purpose = f"could not read how {name} treats failed events"
     missing = client.exceptions.ResourceNotFoundException
-    read = client.get_function_event_invoke_config
-    now = found_or_none(f"could not read how {name} treats failed events", missing, read, FunctionName=name)
-    return now is not None and _NO_RETRIES.items() <= now.items()
+    read_config = client.get_function_event_invoke_config
+    config = found_or_none(purpose, missing, read_config, FunctionName=name)
+    return config is not None and _NO_RETRIES.items() <= config.items()
 
 
 def try_function(
@@ -311,26 +347,28 @@ def try_function(
 ) -> list[tuple[float, WorkerAnswer]]:
     """Run two small tasks in the function ``name``, the second in a warm container, and check their results.
 
-    Returns the seconds from each invocation to its answer, and the answer.
+    Return for each task the seconds until its answer, and the answer.
 
     Args:
         say: Called with a message that has the address at which this process serves.
-        address: Numeric address of this machine that the function can reach; None: the one by which this
-            machine reaches AWS.
+        address: Numeric address of this machine that the function can reach. If None, the address by which
+            this machine reaches AWS.
 
     Raises:
         ConfigError: the function does not exist, permission is missing, or its results are wrong.
-        RemoteError: the function failed; the message ends with its log.
+        RemoteError: the function failed. The message ends with its log.
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
     url = urlsplit(client.meta.endpoint_url)
     secret = secrets.token_hex(32)
-    address = address or find_address_towards(
-        url.hostname, url.port or 443, f"AWS at {url.hostname}", "give --address"
-    )
+    if not address:
+        port = url.port or 443
+        address = find_address_towards(url.hostname, port, f"AWS at {url.hostname}", "give --address")
+    # An address of another machine is refused here, with a message that says so.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        with socket.socket(family) as probe:
             probe.bind((address, 0))
     except OSError as error:
         raise ConfigError(
@@ -360,8 +398,11 @@ class _Linear(nn.Module):
 
 @final
 class _Trial:
+    """The servers of a small task, and the check of its results."""
+
     def __init__(self, endpoint: str, secret: str) -> None:
-        self.endpoint, self._secret = endpoint, secret
+        self.endpoint = endpoint
+        self._secret = secret
         captured = capture(_Linear(), FEATURES_IN).with_loss(cross_entropy, CLASS_LABEL, ROWS)
         self._program = captured.program
         self._work = TaskComputation(self._program, 0, Direction.FUSED)
@@ -369,79 +410,88 @@ class _Trial:
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)
         self._arrays: list[Array] = [rows, rng.integers(0, CLASSES, size=ROWS, dtype=np.int32)]
-        self._given: dict[str, list[Array]] = {}
-        """Rows and gradients, by the name under which they came."""
+        self._results: dict[str, list[Array]] = {}
+        """Received rows and gradients, by the name of the call."""
 
     def handlers(self) -> dict[str, Handler]:
         program = np.frombuffer(self._program.to_json(), np.uint8)
         return {
             ops.PROGRAM: lambda _name, _arrays: [program],
-            ops.PULL: lambda name, _arrays: [
-                array[half_rows(ROWS, parse_half(name)[1])] for array in self._arrays
-            ],
+            ops.PULL: self._send_half,
             ops.WEIGHTS: lambda _name, _arrays: self._weights,
-            ops.GRADIENTS: self._take,
-            ops.GIVE: self._take,
+            ops.GRADIENTS: self._receive,
+            ops.GIVE: self._receive,
         }
 
     def run(self, client: Client, name: str, epoch: int) -> tuple[float, WorkerAnswer]:
-        here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
+        """Invoke the function ``name``. Return the seconds until its answer, and the answer."""
+        own_address = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
         task = Task(
             key=TaskKey(epoch, 0, 0, Direction.FUSED),
             rows=ROWS,
             first_row=0,
             seed=0,
             program=self._program.digest,
-            graph_server=here,
-            parameter_server=here,
+            graph_server=own_address,
+            parameter_server=own_address,
             secrets=Secrets(secret=self._secret),
             timeout_s=TASK_TIMEOUT_S,
         )
-        begun = time.perf_counter()
-
+        start_s = time.perf_counter()
         with explain_errors(f"could not invoke the function {name}"):
             answer = client.invoke(
                 FunctionName=name, InvocationType="RequestResponse", LogType="Tail", Payload=task.to_event()
             )
             payload = answer["Payload"].read()
+        seconds = time.perf_counter() - start_s
 
-        seconds = time.perf_counter() - begun
         if "FunctionError" in answer:
             log = base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")
-            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{log[-_MAX_LOG:].strip()}")
-        worker = WorkerAnswer.from_json(payload)
+            reason = _read_reason(payload)
+            raise RemoteError(f"the function {name} failed: {reason}\n{log[-_MAX_LOG:].strip()}")
+        worker_answer = WorkerAnswer.from_json(payload)
         self._check(name, task.key)
-        return seconds, worker
+        return seconds, worker_answer
 
     def _check(self, name: str, key: TaskKey) -> None:
-        halves = [attempt_name(key, half, 0) for half in (0, 1)]
-        if not self._given.keys() >= {*halves, str(key)}:
+        """Raise ConfigError if results of the task ``key`` are missing or wrong."""
+        first_name = attempt_name(key, 0, 0)
+        second_name = attempt_name(key, 1, 0)
+        if not self._results.keys() >= {first_name, second_name, str(key)}:
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
-        first, second = (self._given[half] for half in halves)
-        results = [*join_halves(self._work.given, first, second), *self._given[str(key)]]
-        keys = RowKeys(0, 0, torch.arange(ROWS))
-        computed = self._work.compute_halves(self._weights, self._arrays, ROWS, keys)
 
-        # Not bit for bit: BLAS kernels of another processor round sums differently.
-        for result, reference in zip(results, [*computed.rows, *computed.gradients], strict=True):
+        rows = join_halves(self._work.given, self._results[first_name], self._results[second_name])
+        keys = RowKeys(0, 0, torch.arange(ROWS))
+        expected = self._work.compute_halves(self._weights, self._arrays, ROWS, keys)
+        expected_results = [*expected.rows, *expected.gradients]
+
+        # BLAS kernels of another processor round sums differently, so the bits may differ.
+        for result, reference in zip([*rows, *self._results[str(key)]], expected_results, strict=True):
             if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):
                 worst = float(np.max(np.abs(result - reference)))
                 raise ConfigError(
-                    f"the results of the function {name} differ from this machine's by up to {worst:.3g}; "
-                    "build and deploy the image of this version"
+                    f"the results of the function {name} differ from this machine's by up to "
+                    f"{worst:.3g}; build and deploy the image of this version"
                 )
 
-    def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        self._given[name] = list(arrays)
+    def _send_half(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+        _, half = parse_half(name)
+        return [array[half_rows(ROWS, half)] for array in self._arrays]
+
+    def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        self._results[name] = list(arrays)
         return []
 
 
-def _reason(payload: bytes) -> str:
+def _read_reason(payload: bytes) -> str:
+    """Return the error message in the payload of a failed function, or the payload itself."""
     try:
         answer = json.loads(payload)
     except ValueError:
         return payload[:_MAX_LOG].decode(errors="replace")
-    return str(answer.get("errorMessage", answer) if isinstance(answer, dict) else answer)[:_MAX_LOG]
+    if isinstance(answer, dict):
+        answer = answer.get("errorMessage", answer)
+    return str(answer)[:_MAX_LOG]
 
 
 HANDLER = "dglx_dist.strategies.serverless.aws.function.handler"
@@ -472,6 +522,7 @@ def write_context(folder: Path, python: str = "3.12") -> None:
     source = Path(dglx_dist.__file__).parent
     shutil.copytree(source, folder / "dglx_dist", ignore=shutil.ignore_patterns("__pycache__"))
     versions = {name: importlib.metadata.version(name) for name in ("torch", *_LIBRARIES)}
+    # The image gets the versions of this machine, because other versions may compute other bits.
     text = _DOCKERFILE.format(
         version=dglx_dist.__version__,
         python=python,

@@ -45,26 +45,27 @@ MAX_REQUESTS = 32
 
 
 def read_report(line: str) -> tuple[str, Invocation] | None:
-    """Read the id of a request and its invocation from a log line; None if it is not a REPORT.
+    """Return the id of a request and its invocation from a log line, or None if the line is no REPORT.
 
-    If AWS bills the start of a container, so does the invocation.
+    The duration includes the start of a container if AWS bills the start.
     """
     report = _REPORT.search(line)
     if report is None:
         return None
-    return report["request"], Invocation(
+    invocation = Invocation(
         duration_s=float(report["billed"]) / 1e3,
         cold=_INIT.search(line) is not None,
         memory_mb=int(report["memory"]),
     )
+    return report["request"], invocation
 
 
 @final
 class ReportReader:
     """Polls the log of a function in a thread for the durations of expected invocations.
 
-    Log lines arrive seconds late. Reading them needs the permission ``logs:FilterLogEvents``; without it
-    the reader logs one warning and durations stay unknown.
+    Log lines arrive seconds late. The reader needs the permission ``logs:FilterLogEvents``. Without the
+    permission it logs one warning, and durations stay unknown.
     """
 
     def __init__(self, client: Client, function: str, every_s: float) -> None:
@@ -72,8 +73,8 @@ class ReportReader:
         self._group = f"/aws/lambda/{function}"
         self._every_s = every_s
         self._since_ms = int(time.time() * 1e3) - _LOOK_BACK_MS
-        self._waited: set[str] = set()
-        self._found: list[Invocation] = []
+        self._expected_requests: set[str] = set()
+        self._invocations: list[Invocation] = []
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dglx-reports", daemon=True)
@@ -82,24 +83,24 @@ class ReportReader:
     def expect(self, request: str) -> None:
         """Look for the report of the invocation ``request``."""
         with self._lock:
-            self._waited.add(request)
+            self._expected_requests.add(request)
 
     def take_found(self) -> list[Invocation]:
-        """Return the invocations found since the last call."""
+        """Return the invocations that were read since the last call."""
         with self._lock:
-            invocations = self._found
-            self._found = []
+            invocations = self._invocations
+            self._invocations = []
             return invocations
 
     def close(self) -> None:
-        """Stop reading; may be called twice."""
+        """Stop reading. May be called twice."""
         self._stopped.set()
         self._thread.join(_END_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
             with self._lock:
-                is_expecting = bool(self._waited)
+                is_expecting = bool(self._expected_requests)
             try:
                 if is_expecting:
                     self._read()
@@ -110,21 +111,24 @@ class ReportReader:
     def _read(self) -> None:
         query = {"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"}
         pages = self._client.get_paginator("filter_log_events").paginate(**query)
-        newest = self._since_ms
-        missing = self._client.exceptions.ResourceNotFoundException
+        newest_ms = self._since_ms
 
-        # The first invocation creates the log.
+        # There is no log before the first invocation.
+        missing = self._client.exceptions.ResourceNotFoundException
         with explain_errors(f"could not read the log {self._group}"), suppress(missing):
             for page in pages:
                 for event in page["events"]:
-                    newest = max(newest, int(event["timestamp"]))
+                    newest_ms = max(newest_ms, int(event["timestamp"]))
                     report = read_report(event["message"])
-                    with self._lock:
-                        if report is not None and report[0] in self._waited:
-                            self._waited.remove(report[0])
-                            self._found.append(report[1])
+                    if report is not None:
+                        self._note_invocation(*report)
+        self._since_ms = max(self._since_ms, newest_ms - _LOOK_BACK_MS)
 
-        self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
+    def _note_invocation(self, request: str, invocation: Invocation) -> None:
+        with self._lock:
+            if request in self._expected_requests:
+                self._expected_requests.remove(request)
+                self._invocations.append(invocation)
 
 
 @final
@@ -135,9 +139,9 @@ class AwsOptions:
     function: Annotated[str, Within(1, 64)]
     """Name of the function."""
     region: Annotated[str, Within(1, 64)] | None = None
-    """Such as "eu-west-1"; None: boto3's."""
+    """Name of the region, such as "eu-west-1", or None for boto3's default."""
     endpoint_url: Annotated[str, Within(1, 1024)] | None = None
-    """Address of an AWS-compatible service; the bill is then simulated."""
+    """Address of an AWS-compatible service, whose bill is simulated."""
     read_log: bool = True
     """Whether the function's log is read for the bill."""
     read_log_every_s: Annotated[float, Within(0.01, 3600)] = 5.0
@@ -155,20 +159,23 @@ class AwsExecutor(Executor):
     option_names = names_of(AwsOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        chosen = read_record(AwsOptions, options, "executor 'aws'", defaults=True)
-        check_name(chosen.function)
-        place = Place(region=chosen.region, endpoint_url=chosen.endpoint_url)
+        settings = read_record(AwsOptions, options, "executor 'aws'", defaults=True)
+        function = settings.function
+        check_name(function)
+        place = Place(region=settings.region, endpoint_url=settings.endpoint_url)
         client = place.client("lambda", connections=MAX_REQUESTS)
         self.simulated = not is_amazon(client)
-        memory_mb = _check_usable(client, chosen.function)
+        memory_mb = _check_usable(client, function)
         self._reports: ReportReader | None = None
-        if chosen.read_log:
-            self._reports = ReportReader(place.client("logs"), chosen.function, chosen.read_log_every_s)
-        poster = _Poster(client, chosen.function, self._reports)
+        if settings.read_log:
+            self._reports = ReportReader(place.client("logs"), function, settings.read_log_every_s)
+
+        # Any number of threads may share the poster. The durations come from the log.
+        poster = _Poster(client, function, self._reports)
         super().__init__(lambda: poster, context.notice, memory_mb=memory_mb, billed=False)
 
     def size(self, workers: int) -> None:
-        # AWS starts a worker per event; the controller limits how many are sent.
+        # AWS starts a worker for each event, and the controller limits the number of events.
         super().size(min(workers, MAX_REQUESTS))
 
     def take_billed(self) -> list[Invocation]:
@@ -196,11 +203,11 @@ class _Poster(WorkerHandle):
         return None
 
     def stop(self) -> None:
-        pass  # a request ends within its time-out; the client closes its connections when it is collected
+        pass  # A request ends within its time-out, and the client closes its connections when it is deleted.
 
 
 def _check_usable(client: Client, function: str) -> int:
-    """Return the memory of ``function`` in MB; raise ConfigError unless it is there and active."""
+    """Return the memory of ``function`` in MB. Raises ConfigError if it is missing or not active."""
     purpose = f"could not look for the function {function}"
     missing = client.exceptions.ResourceNotFoundException
     settings = found_or_none(purpose, missing, client.get_function_configuration, FunctionName=function)
@@ -210,11 +217,11 @@ def _check_usable(client: Client, function: str) -> int:
             f"`dglx lambda deploy {function}`, or give its region"
         )
 
-    # A function that was not called for weeks is "Inactive"; the next event activates it.
+    # A function that was not called for weeks is "Inactive". The next event activates it.
     if settings.get("State", "Active") not in ("Active", "Inactive"):
         raise ConfigError(
-            f"the function {function} is {settings['State']} ({settings.get('StateReason', '')}); wait, or "
-            "deploy it again"
+            f"the function {function} is {settings['State']} "
+            f"({settings.get('StateReason', '')}); wait, or deploy it again"
         )
 
     return int(settings["MemorySize"])

@@ -38,7 +38,7 @@ class ExecutorContext:
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of a worker's operations, for executors in this process."""
     notice: Callable[[], None] = lambda: None
-    """Called on any thread when :meth:`Executor.take_lost` has something new; must return quickly."""
+    """Called on any thread when :meth:`Executor.take_lost` has a new attempt. It must return quickly."""
 
 
 @final
@@ -58,44 +58,45 @@ class Invocation:
 
     duration_s: float
     cold: bool
-    """Whether a worker had to start for it."""
+    """Whether a worker had to start for the call."""
     memory_mb: int
 
 
-def names_of(kind: type) -> tuple[str, ...]:
-    """Return the names of the options of the record ``kind``."""
-    return tuple(option.name for option in fields(kind))
+def names_of(record_type: type) -> tuple[str, ...]:
+    """Return the names of the options that are the fields of ``record_type``."""
+    return tuple(option.name for option in fields(record_type))
 
 
 class WorkerHandle(ABC):
-    """One worker of a pool. Any thread may call :meth:`stop`; one thread calls the other methods."""
+    """One worker of a pool. Any thread may call :meth:`stop`. One thread calls the other methods."""
 
     @abstractmethod
     def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
-        """Run a task and wait for its end; None: a service accepted it and reports nothing more.
+        """Run a task and wait for its end. Return None if a service accepted the task and reports no end.
 
-        Raises DglxError if the worker died or failed; after a death the next call starts another worker.
+        Raises DglxError if the worker died or failed. After a death the next call starts another worker.
         Only workers of this machine have a ``fault``.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """Abort :meth:`invoke` and end the worker; may be called twice."""
+        """Abort :meth:`invoke` and end the worker. May be called twice."""
 
     def end(self) -> None:
-        """Stop and release all resources; only :meth:`stop` may be called afterwards."""
+        """Stop and release all resources. Only :meth:`stop` may be called afterwards."""
         self.stop()
 
 
 class Executor:
-    """Runs tasks on workers, in order; an idle worker is used before another one starts. Thread-safe.
+    """Runs tasks on workers, in order. An idle worker is used before a new one starts. Thread-safe.
 
     Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
-    parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
+    parameter server. So an executor may lose an attempt without a report, and the caller watches the time.
 
-    A worker whose task is sent again counts as late: it may hang forever, so another worker may take its
-    slot. At most as many workers as there are slots may be late at once. A late worker that returns ends if
-    all slots are taken. ``make`` makes a worker quickly; what takes time or may fail belongs to ``invoke``.
+    A worker is late when its task is sent again. A late worker may hang forever, so it no longer occupies a
+    slot, and a new worker may start. At most as many workers as there are slots are late at once. A late
+    worker that returns ends if all slots are taken. ``make`` creates a worker quickly: steps that take time
+    or may fail belong to ``invoke``.
     """
 
     simulated: bool = True
@@ -103,7 +104,7 @@ class Executor:
     in_process: ClassVar[bool] = False
     """Whether workers are threads of this process, so that no function is paid for."""
     option_names: ClassVar[tuple[str, ...]] = ()
-    """All supported options; others are rejected before anything is opened."""
+    """All supported options. Other options are rejected before anything is opened."""
 
     def __init__(
         self,
@@ -119,7 +120,8 @@ class Executor:
         self._is_billed = billed
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
-        self._size, self._closed = 1, False
+        self._size = 1
+        self._is_closed = False
         self._idle: list[WorkerHandle] = []
         self._busy: dict[threading.Thread, tuple[WorkerHandle, Task]] = {}
         self._late: set[threading.Thread] = set()
@@ -131,14 +133,17 @@ class Executor:
         return None
 
     def invoke(self, task: Task) -> None:
-        """Start ``task`` on a worker; returns at once. PeerError if the executor is closed."""
+        """Start ``task`` on a worker and return at once. Raises PeerError if the executor is closed."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")
-            for thread, (_, running) in self._busy.items():
-                is_earlier = running.key == task.key and running.attempt < task.attempt
+
+            # Workers with an earlier attempt at the task are late now.
+            for thread, (_, running_task) in self._busy.items():
+                is_earlier = running_task.key == task.key and running_task.attempt < task.attempt
                 if is_earlier and len(self._late) < self._size:
                     self._late.add(thread)
+
             self._tasks.append(task)
             self._start_threads()
 
@@ -146,11 +151,14 @@ class Executor:
         """Use at most ``workers`` >= 1 workers at the same time from now on."""
         if workers < 1:
             raise ConfigError(f"{workers} workers cannot run tasks; give at least 1")
+
+        extra_workers = []
         with self._lock:
             self._size = workers
             self._start_threads()
-            extra = [self._idle.pop() for _ in range(min(self._num_up - self._size, len(self._idle)))]
-        for worker in extra:
+            while self._idle and self._num_up > self._size:
+                extra_workers.append(self._idle.pop())
+        for worker in extra_workers:
             worker.end()
 
     def take_lost(self) -> list[Lost]:
@@ -168,20 +176,22 @@ class Executor:
             return invocations
 
     def close(self) -> None:
-        """Stop all workers at once, also in the middle of a task; may be called twice."""
+        """Stop all workers at once, also in the middle of a task. May be called twice."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._tasks.clear()
-            idle = self._idle
+            idle_workers = self._idle
             self._idle = []
-            busy = {thread: worker for thread, (worker, _) in self._busy.items()}
+            busy_workers = {thread: worker for thread, (worker, _) in self._busy.items()}
 
-        for worker in busy.values():
+        for worker in busy_workers.values():
             worker.stop()
-        for worker in idle:
+        for worker in idle_workers:
             worker.end()
+
+        # All threads together have this time to end.
         deadline = time.monotonic() + _END_S
-        for thread in busy:
+        for thread in busy_workers:
             thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 log.warning("%s did not end within %g s of the executor's", thread.name, _END_S)
@@ -194,15 +204,16 @@ class Executor:
 
     @property
     def _num_up(self) -> int:
-        """Workers that occupy a slot; accessed with the lock held."""
+        """Number of workers that occupy a slot. The caller holds the lock."""
         return len(self._busy) - len(self._late) + len(self._idle)
 
-    def _has_slot(self) -> bool:
-        return len(self._busy) - len(self._late) < self._size
+    def _can_start(self) -> bool:
+        """True if a task waits and a worker may take it. The caller holds the lock."""
+        return bool(self._tasks) and len(self._busy) - len(self._late) < self._size
 
     def _start_threads(self) -> None:
-        """Start a thread for each task that a worker may take; the lock is held."""
-        while self._tasks and self._has_slot():
+        """Start a thread for each task that a worker may take. The caller holds the lock."""
+        while self._can_start():
             task = self._tasks.popleft()
             worker = self._idle.pop() if self._idle else self._make()
             thread = threading.Thread(target=self._run, args=(worker, task), name="dglx-worker", daemon=True)
@@ -210,25 +221,31 @@ class Executor:
             thread.start()
 
     def _run(self, worker: WorkerHandle, task: Task) -> None:
-        me = threading.current_thread()
-        goes_on = True
-        while goes_on:
+        """Run ``task`` and then further tasks on ``worker``, until no task waits or no slot is free."""
+        thread = threading.current_thread()
+        next_task: Task | None = task
+        while next_task is not None:
+            task = next_task
             invocation, reason = self._invoke(worker, task)
-            # In one step: after the report the task may be sent again, and finds this worker.
+
+            # The lock is held until the next state is known. After the report the task may be sent again,
+            # and must find this worker as busy with another task, idle or ended.
             with self._lock:
                 if invocation is not None:
                     self._billed.append(invocation)
-                is_lost = bool(reason) and not self._closed
+                is_lost = reason != "" and not self._is_closed
                 if is_lost:
                     self._lost.append(Lost(key=task.key, attempt=task.attempt, reason=reason))
-                del self._busy[me]
-                self._late.discard(me)
-                goes_on = bool(self._tasks) and self._has_slot()
-                is_idle = not goes_on and not self._closed and self._num_up < self._size
-                if goes_on:
-                    task = self._tasks.popleft()
-                    self._busy[me] = worker, task
-                elif is_idle:
+                del self._busy[thread]
+                self._late.discard(thread)
+
+                next_task = None
+                is_idle = False
+                if self._can_start():
+                    next_task = self._tasks.popleft()
+                    self._busy[thread] = worker, next_task
+                elif not self._is_closed and self._num_up < self._size:
+                    is_idle = True
                     self._idle.append(worker)
             if is_lost:
                 self._notice()
@@ -237,23 +254,25 @@ class Executor:
             worker.end()
 
     def _invoke(self, worker: WorkerHandle, task: Task) -> tuple[Invocation | None, str]:
-        started = time.monotonic()
+        """Return the invocation, or None if it is not billed here, and the reason of a failure, or ""."""
+        start_s = time.monotonic()
         try:
             answer = worker.invoke(task, self.fault_of(task))
         except Exception as error:  # noqa: BLE001 - reported as a lost attempt
             # A killed worker is billed as well, up to its death.
-            seconds = time.monotonic() - started
-            cold = False
+            seconds = time.monotonic() - start_s
+            is_cold = False
             reason = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
         else:
             if answer is None:
                 return None, ""
             seconds = answer.seconds
-            cold = answer.cold
+            is_cold = answer.cold
             reason = answer.error
 
-        billed = Invocation(duration_s=seconds, cold=cold, memory_mb=self._memory_mb)
-        return (billed if self._is_billed else None), reason
+        if not self._is_billed:
+            return None, reason
+        return Invocation(duration_s=seconds, cold=is_cold, memory_mb=self._memory_mb), reason
 
 
 EXECUTORS: Registry[Executor] = Registry(

@@ -26,7 +26,8 @@ from dglx_dist.strategies.serverless.tasks import Task
 from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.strategies.serverless.worker_process import Fault
 
-_SHOWN = 500
+_LONGEST_ANSWER = 500
+"""Maximum length of the part of an unexpected answer that a message shows."""
 _Text: TypeAlias = Annotated[str, Within(1, 4096)]
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 
@@ -52,45 +53,56 @@ class HttpOptions:
 class HttpExecutor(Executor):
     """Posts events to one URL over persistent connections, one per worker. Options: :class:`HttpOptions`.
 
-    The service answers 200 with a ``WorkerAnswer``, or 202 or 204 if it only accepts the event; then nothing
-    is billed here. Any other answer is a lost attempt. Certificates are verified by those of the system, or
-    of ``SSL_CERT_FILE``. An event contains the
-    workers' secret, so plain http is limited to this machine. Workers that the service has started continue
-    after :meth:`close` until they are rejected.
+    The service answers 200 with a ``WorkerAnswer``. If it only accepts the event, it answers 202 or 204, and
+    nothing is billed here. Any other answer is a lost attempt. Certificates are verified by those of the
+    system, or of ``SSL_CERT_FILE``. An event contains the workers' secret, so plain http is limited to this
+    machine. Workers that the service has started continue after :meth:`close` until they are rejected.
     """
 
     option_names = names_of(HttpOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        chosen = read_record(HttpOptions, options, "executor 'http'", hidden=True, defaults=True)
-        url = _checked_url(chosen)
-        for name, value in (chosen.headers or {}).items():
+        settings = read_record(HttpOptions, options, "executor 'http'", hidden=True, defaults=True)
+        url = _parse_url(settings)
+        headers = {} if settings.headers is None else settings.headers
+        for name, value in headers.items():
             if not _HEADER.fullmatch(name) or not value.isascii():
                 raise ConfigError(
-                    f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
-                    "!#$%&'*+.^_`|~-, values of ASCII"
+                    f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z "
+                    "a-z 0-9 and !#$%&'*+.^_`|~-, values of ASCII"
                 )
 
-        # Read once, and not for each worker.
-        trust = None if url.scheme == "http" else ssl.create_default_context()
-        super().__init__(lambda: _Connection(url, chosen, trust), context.notice, memory_mb=chosen.memory_mb)
+        # Certificates are read once, and not for each worker.
+        ssl_context = None if url.scheme == "http" else ssl.create_default_context()
+
+        def connect() -> WorkerHandle:
+            return _Connection(url, headers, settings.timeout_s, ssl_context)
+
+        super().__init__(connect, context.notice, memory_mb=settings.memory_mb)
 
 
 @final
 class _Connection(WorkerHandle):
-    def __init__(self, url: SplitResult, options: HttpOptions, trust: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        url: SplitResult,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        ssl_context: ssl.SSLContext | None,
+    ) -> None:
         self._url = url
-        self._path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        self._headers = {"Content-Type": "application/json", **(options.headers or {})}
-        host = url.hostname or ""
-        port = url.port
-        timeout_s = options.timeout_s
-        self._connection = (
-            http.client.HTTPConnection(host, port, timeout=timeout_s)
-            if trust is None
-            else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=trust)
-        )
-        self._used = False
+        self._path = url.path or "/"
+        if url.query:
+            self._path += f"?{url.query}"
+        self._headers = {"Content-Type": "application/json", **headers}
+
+        assert url.hostname is not None
+        self._connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout_s)
+        if ssl_context is not None:
+            self._connection = http.client.HTTPSConnection(
+                url.hostname, url.port, timeout=timeout_s, context=ssl_context
+            )
+        self._has_answered = False
         self._stopped = threading.Event()
 
     def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
@@ -98,7 +110,7 @@ class _Connection(WorkerHandle):
             status, body = self._post(task.to_event())
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            # Without the query, which may contain a key.
+            # The message leaves out the query, because it may contain a key.
             raise PeerError(
                 f"POST to {self._url.netloc}{self._url.path} failed: "
                 f"{type(error).__name__}: {error}; check the service and the option 'url'"
@@ -107,41 +119,46 @@ class _Connection(WorkerHandle):
         if status in (202, 204):
             return None
         if status != 200:
-            shown = printable(body.decode(errors="replace"), _SHOWN)
-            raise RemoteError(f"{self._url.netloc} answered {status}: {shown}")
+            answer = printable(body.decode(errors="replace"), _LONGEST_ANSWER)
+            raise RemoteError(f"{self._url.netloc} answered {status}: {answer}")
         return WorkerAnswer.from_json(body)
 
     def stop(self) -> None:
         self._stopped.set()
-        waiting = self._connection.sock
-        if waiting is not None:
+        connected_socket = self._connection.sock
+        if connected_socket is not None:
+            # A shutdown ends a pending read. Closing the socket would not.
             with contextlib.suppress(OSError):
-                waiting.shutdown(socket.SHUT_RDWR)  # unblocks a pending read, which close() would not
+                connected_socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         self._connection.close()
 
     def _post(self, event: bytes) -> tuple[int, bytes]:
+        """Post ``event``, and post it again if the server closed the connection since the last answer."""
         try:
-            return self._exchange(event)
+            return self._post_once(event)
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
-            # The server may have closed a persistent connection meanwhile. Running a task twice is harmless.
-            if not self._used or self._stopped.is_set():
+            # Even if the server has run the task, running it twice is harmless.
+            if not self._has_answered or self._stopped.is_set():
                 raise
             self._connection.close()
-            return self._exchange(event)
+            return self._post_once(event)
 
-    def _exchange(self, event: bytes) -> tuple[int, bytes]:
+    def _post_once(self, event: bytes) -> tuple[int, bytes]:
+        """Return the status and the body of the answer, which has at most one byte more than allowed."""
         self._connection.request("POST", self._path, event, self._headers)
         response = self._connection.getresponse()
         body = response.read(MAX_ANSWER_BYTES + 1)
-        self._used = True
+        self._has_answered = True
         if len(body) > MAX_ANSWER_BYTES:
+            # The unread part of the answer would be taken for the next answer.
             self._connection.close()
         return response.status, body
 
 
-def _checked_url(options: HttpOptions) -> SplitResult:
+def _parse_url(options: HttpOptions) -> SplitResult:
+    """Return the parts of the option ``url``. Raises ConfigError if events must not be sent there."""
     text = options.url
     try:
         url = urlsplit(text)
@@ -156,16 +173,17 @@ def _checked_url(options: HttpOptions) -> SplitResult:
             "executor 'http' does not send the user in its 'url'; give the header Authorization"
         )
 
-    if url.scheme == "http" and not options.insecure and not _is_local(url.hostname or ""):
+    if url.scheme == "http" and not options.insecure and not _is_loopback(url.hostname):
         raise ConfigError(
-            f"executor 'http' would send the workers' secret to {url.hostname} unencrypted; use "
-            "https://, or insecure=true on a trusted network"
+            f"executor 'http' would send the workers' secret to {url.hostname} unencrypted; "
+            "use https://, or insecure=true on a trusted network"
         )
-
     return url
 
 
-def _is_local(host: str) -> bool:
+def _is_loopback(host: str | None) -> bool:
+    if host is None:
+        return False
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -54,7 +54,8 @@ _DECIDES_BITS = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPY_DISABLE_CPU_FEATURES"),
     *("NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
 )
-"""Variables by which torch and its libraries choose kernels. Others may be secrets, and are never passed."""
+"""Variables by which torch and its libraries choose kernels. Other variables may contain secrets, and are
+never passed to workers."""
 _MAX_OUTPUT, _START_S = 2000, 120.0
 
 
@@ -74,17 +75,17 @@ class LocalOptions:
 
 @final
 class LocalExecutor(Executor):
-    """Starts processes on demand and keeps them warm; they end with this process.
+    """Starts worker processes on demand and keeps them warm. The workers end with this process.
 
-    They are copies of one process that has imported torch, so that a start takes milliseconds. It has no
-    environment but :func:`arithmetic_variables`. Options: :class:`LocalOptions`.
+    Workers are copies of one process that has imported torch, so that a start takes milliseconds. Their
+    environment has only :func:`arithmetic_variables` and constants. Options: :class:`LocalOptions`.
     """
 
     option_names = names_of(LocalOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         settings = read_record(LocalOptions, options, "executor 'local'", defaults=True)
-        _find_starter()  # begins to import
+        _find_starter()  # The starter begins to import torch.
         super().__init__(_Process, context.notice, memory_mb=settings.memory_mb)
 
 
@@ -93,7 +94,7 @@ _starters: dict[tuple[tuple[str, str], ...], _Starter] = {}
 
 
 def _find_starter() -> _Starter:
-    """Return the process that starts workers. It lives as long as this one, for all runs."""
+    """Return the process that starts workers. It serves all runs, and lives as long as this process."""
     variables = arithmetic_variables()
     key = tuple(sorted(variables.items()))
     with _STARTING:
@@ -104,49 +105,48 @@ def _find_starter() -> _Starter:
 
 @final
 class _Starter:
-    """The process of which workers are copies. Thread-safe."""
+    """The process that starts workers as copies of itself. Thread-safe."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.settimeout(_START_S)
-        self._socket = own
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_START_S)
         self._lock = threading.Lock()
 
-        # -I: nothing of the user's environment or folder.
+        # The option -I keeps out the user's environment and folder. In a session of its own the process does
+        # not get Ctrl-C, which is meant for the graph server. Workers end with the graph server.
+        package_folder = Path(dglx_dist.__file__).parent.parent
+        arguments = [str(child_socket.fileno()), str(package_folder)]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-c",
-                _BOOT,
-                str(its.fileno()),
-                str(Path(dglx_dist.__file__).parent.parent),
-            ],
+            [sys.executable, "-I", "-c", _BOOT, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             cwd="/",
             env={**variables, **_ENVIRONMENT},
-            pass_fds=[its.fileno()],
-            start_new_session=True,  # Ctrl-C is for the graph server; workers end with it
+            pass_fds=[child_socket.fileno()],
+            start_new_session=True,
         )
-        its.close()
+        child_socket.close()
 
     def start(self) -> tuple[psutil.Process, socket.socket, IO[bytes]]:
-        """Return a new worker, its stream, and a file with its messages."""
+        """Return a new worker, its stream, and a file with its messages.
+
+        Raises PeerError if the starting process has ended or does not answer in time.
+        """
         output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
-        own, its = socket.socketpair()
-        with its, self._lock:
+        stream, worker_stream = socket.socketpair()
+        with worker_stream, self._lock:
             try:
-                socket.send_fds(self._socket, [b"start"], [its.fileno(), output.fileno()])
+                files = [worker_stream.fileno(), output.fileno()]
+                socket.send_fds(self._socket, [b"start"], files)
                 pid = self._socket.recv(64)
             except OSError as error:
-                # A late answer would be taken for that of the next request.
+                # A late answer would be taken for the answer to the next request.
                 self._process.kill()
                 raise PeerError(f"the process that starts workers does not answer: {error}") from error
 
         if not pid:
             raise PeerError(f"the process that starts workers ended with code {self._process.wait()}")
-        return psutil.Process(int(pid)), own, output
+        return psutil.Process(int(pid)), stream, output
 
     @property
     def is_alive(self) -> bool:
@@ -160,24 +160,27 @@ class _Process(WorkerHandle):
         self._stream: socket.socket
         self._answers: IO[bytes]
         self._output: IO[bytes]
-        self._stopping = threading.Lock()
-        self._stopped = False
+        self._lock = threading.Lock()
+        self._is_stopped = False
 
     def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer:
         self._start()
         fault_json = write_json(None if fault is None else vars(fault))
-        line = task.to_event().replace(b"\n", b" ")  # JSON strings contain no raw newline
+        # A line ends at a newline. The event may lose its newlines, because JSON strings contain none.
+        event_json = task.to_event().replace(b"\n", b" ")
         answer = b""
         with contextlib.suppress(ConnectionError):
-            self._stream.sendall(b'{"event":' + line + b',"fault":' + fault_json + b"}\n")
+            self._stream.sendall(b'{"event":' + event_json + b',"fault":' + fault_json + b"}\n")
             answer = self._answers.readline(MAX_ANSWER_BYTES)
-        if not answer.endswith(b"\n"):  # it died
+
+        # A worker that dies leaves no line, or an incomplete one.
+        if not answer.endswith(b"\n"):
             raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._report_end()}")
         return WorkerAnswer.from_json(answer)
 
     def stop(self) -> None:
-        with self._stopping:
-            self._stopped = True
+        with self._lock:
+            self._is_stopped = True
             if self._process is not None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._process.kill()
@@ -187,37 +190,41 @@ class _Process(WorkerHandle):
         self._release()
 
     def _start(self) -> None:
-        with self._stopping:
-            if self._stopped:
+        """Start the process if there is none. Raises PeerError after :meth:`stop`."""
+        with self._lock:
+            if self._is_stopped:
                 raise PeerError("the executor is closed")
             if self._process is None:
                 self._process, self._stream, self._output = _find_starter().start()
                 self._answers = self._stream.makefile("rb")
 
     def _release(self) -> None:
-        with self._stopping:
+        with self._lock:
             if self._process is not None:
                 for file in (self._answers, self._stream, self._output):
                     file.close()
             self._process = None
 
     def _report_end(self) -> str:
+        """Return the end of the output of the dead process, and release its files."""
         process = self._process
         assert process is not None
-        self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
+        output_bytes = self._output.seek(0, 2)
+        self._output.seek(max(output_bytes - _MAX_OUTPUT, 0))
         output = self._output.read().decode(errors="replace").strip()
-        report = f"worker process {process.pid} died: {output or 'no output, as if it was killed'}"
+
+        # The process is alive if it only closed its stream.
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()  # in case it only closed its stream
+            process.kill()
         self._release()
-        return report
+        return f"worker process {process.pid} died: {output or 'no output, as if it was killed'}"
 
 
 @final
 class InlineExecutor(Executor):
-    """Runs workers as threads without sockets; nothing is billed.
+    """Runs workers as threads without sockets. Nothing is billed.
 
-    A thread finishes its computation after :meth:`close`; its results are rejected.
+    A thread finishes its computation after :meth:`close`, but its results are rejected.
     """
 
     in_process = True
