@@ -527,7 +527,8 @@ def shutdown() -> None:
 def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -> Any:
     """Return a loader of ``(input_nodes, output_nodes, blocks)`` for the current strategy.
 
-    With ``dgl.dataloading.as_edge_prediction_sampler(...)`` it is a :func:`DistEdgeDataLoader`.
+    With ``dgl.dataloading.as_edge_prediction_sampler(...)`` it is a :func:`DistEdgeDataLoader`. With
+    ``ShaDowKHopSampler`` it yields a graph in place of the blocks, with :class:`ClusterGCNSampler` only that.
 
     Every rank must call it, and all ranks get the same number of steps. A rank without remaining seeds gets
     blocks without destinations.

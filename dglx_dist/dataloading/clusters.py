@@ -154,8 +154,8 @@ def _read_mask(g: DistGraph, name: str, nodes: Array) -> Array:
     values = view_as_numpy(g.ndata[name][torch.from_numpy(nodes)])
     if values.ndim != 1 or not np.isin(values, [0, 1]).all():
         raise ConfigError(
-            f"train_mask={name!r} has the dtype {values.dtype} and rows of shape {values.shape[1:]}, but a mask "
-            "has one value per node, True or False. Name another column."
+            f"train_mask={name!r} has the dtype {values.dtype} and rows of shape {values.shape[1:]}, but a "
+            "mask has one value per node, True or False. Name another column."
         )
     return values.astype(bool)
 

@@ -250,7 +250,7 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
 
 
 def _check_sampler(sampler: SubgraphSampler, g: DistGraph) -> None:
-    """Raise ConfigError if clusters belong to another graph, or a subclass overrides how nodes are sampled."""
+    """Raise ConfigError if clusters belong to another graph, or a subclass overrides the sampling."""
     if isinstance(sampler, ClusterGCNSampler):
         if sampler.folder != g.dataset.folder:
             raise ConfigError(

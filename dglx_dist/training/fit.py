@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
+from dglx_dist.dataloading.subgraphs import SubgraphLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import select_common_fields
 from dglx_dist.progress import Advance, progress
@@ -96,6 +97,11 @@ def train(  # noqa: PLR0913 - all but four have defaults
     """
     config = config or FitConfig()
     _refuse_autocast(model)
+    if isinstance(loader, SubgraphLoader):
+        raise ConfigError(
+            "dx.fit trains on blocks, but this loader yields graphs. Write your own loop, or use "
+            "NeighborSampler."
+        )
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", groups)

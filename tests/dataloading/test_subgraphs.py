@@ -18,7 +18,7 @@ from dglx_dist.dataloading import subgraphs
 from dglx_dist.dataloading.clusters import ClusterGCNSampler
 from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.subgraphs import SubgraphLoader
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.dist_graph import DistGraph
 from tests.dataloading import rings, shop
 from tests.helpers.ranks import run_ranks
@@ -77,6 +77,64 @@ def test_shadow_excludes_edges(graph: DistGraph) -> None:
     kept = torch.cat([batch.edata[dgl.EID] for _, _, batch in loader])
     assert len(kept)
     assert not torch.isin(kept, excluded).any()
+
+
+def exclude_on_ranks(folder: str, structure: Any) -> None:
+    """Excluded edges of own and of remote nodes stay out, for both samplers."""
+    with start_session(timeout_s=60):
+        g = DistGraph(folder, structure=structure)
+        excluded = torch.arange(0, g.num_edges(), 2)
+        clusters = ClusterGCNSampler(g, 4, train_mask=None)
+        for sampler, ids in ((ShaDowKHopSampler([3, 3]), NODES[g.rank() :: 7]), (clusters, torch.arange(4))):
+            kept = []
+            for batch in SubgraphLoader(g, ids, sampler, batch_size=3, exclude=excluded):
+                graph = batch[-1] if isinstance(batch, tuple) else batch
+                kept.append(graph.edata[dgl.EID])
+            assert len(torch.cat(kept))
+            assert not torch.isin(torch.cat(kept), excluded).any()
+        g.barrier()
+
+
+@pytest.mark.parametrize("structure", ["replicated", "partitioned"])
+def test_excluded_edges_stay_out_on_servers(structure: str, rings: dict[int, Path]) -> None:
+    run_ranks(exclude_on_ranks, 2, args=(str(rings[2]), structure), ranks_per_server=1)
+
+
+def drop_on_ranks(folder: str) -> dict[int, Tensor]:
+    """Rows of a dropout by node, for batches of the same step."""
+    dx.init(timeout=60, seed=1)
+    g = dx.DistGraph(folder)
+    torch.manual_seed(g.rank())
+    model = dx.wrap(Drop(), g)
+    loader = dx.DataLoader(g, NODES[g.rank() :: 2], SHADOW, batch_size=30)
+    kept = {}
+    for inputs, _, graph in loader:
+        model(graph, torch.ones(len(inputs), 3))
+        rows = model.module.rows
+        kept = dict(zip(g.orig_ids(inputs).tolist(), rows, strict=True))
+    dx.shutdown()
+    return kept
+
+
+class Drop(torch.nn.Module):
+    """A dropout of the rows of a graph's nodes, which keeps what it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.linear = torch.nn.Dropout(0.5), torch.nn.Linear(3, 1)
+
+    def forward(self, graph: dgl.DGLGraph, rows: Tensor) -> Tensor:
+        self.rows = self.dropout(rows)
+        scores: Tensor = self.linear(self.rows)
+        return self.dropout(scores[: graph.num_nodes() // 2])
+
+
+def test_dropout_is_keyed_by_nodes(rings: dict[int, Path]) -> None:
+    first, second = run_ranks(drop_on_ranks, 2, args=(str(rings[2]),), ranks_per_server=1)
+    shared = first.keys() & second.keys()
+    assert len(shared) > 20
+    assert all(torch.equal(first[node], second[node]) for node in shared)
+    assert len({tuple(first[node].tolist()) for node in shared}) > 1
 
 
 def test_shadow_of_several_types(shop_graph: DistGraph) -> None:
@@ -248,6 +306,13 @@ def test_clusters_keep_most_edges(graph: DistGraph) -> None:
         (lambda g: SubgraphLoader(g, [0], SHADOW, disjoint=True), "Leave them out with ShaDowKHopSampler"),
         (lambda g: SubgraphLoader(g, [0], ShaDowKHopSampler([])), "fanouts"),
         (lambda g: ClusterGCNSampler(g, 5).sample(g, [0]), "Pass it to dx.DataLoader"),
+        (lambda g: ClusterGCNSampler(g, 5, train_mask="feat"), r"rows of shape \(3,\)"),
+        (lambda g: ClusterGCNSampler(g, 5, train_mask="label"), "a mask has one value per node"),
+        (lambda g: ClusterGCNSampler(g, 5, seed=-1), "seed=-1"),
+        (
+            lambda g: SubgraphLoader(g, [0], type("Own", (ShaDowKHopSampler,), {"sample": None})([2])),
+            "Own overrides sample",
+        ),
     ],
 )
 def test_mistakes_are_refused(graph: DistGraph, make: Any, message: str) -> None:
@@ -255,9 +320,72 @@ def test_mistakes_are_refused(graph: DistGraph, make: Any, message: str) -> None
         make(graph)
 
 
+def make_mistakes(folder: str) -> None:
+    """Rank 1 is wrong, and rank 0 does not wait for it."""
+    dx.init(timeout=60)
+    g = dx.DistGraph(folder)
+    is_wrong = g.rank() == 1
+    with pytest.raises(ConfigError, match="the kind of sampler"):
+        dx.DataLoader(g, [g.rank()], dgl.dataloading.NeighborSampler([2]) if is_wrong else SHADOW)
+    with pytest.raises(ConfigError, match="prefetch_ndata"):
+        ClusterGCNSampler(g, 5, prefetch_ndata="feat" if is_wrong else ["feat"])  # type: ignore[arg-type]
+    with pytest.raises(DglxError, match="mets"):
+        ClusterGCNSampler(g, 5, method="mets" if is_wrong else "metis")
+    with pytest.raises(ConfigError, match="the clusters"):
+        ClusterGCNSampler(g, 6 if is_wrong else 5)
+    dx.shutdown()
+
+
+def test_mistakes_of_one_rank_are_shown_on_all(rings: dict[int, Path]) -> None:
+    run_ranks(make_mistakes, 2, args=(str(rings[2]),))
+
+
+def normalize_without_targets(folder: str) -> None:
+    """Rank 1 has clusters without targets. Its nodes change the statistics, but its gradients are dropped."""
+    dx.init(timeout=60)
+    g = dx.DistGraph(folder)
+    g.ndata["train_mask"][:] = torch.zeros(g.num_nodes(), dtype=torch.bool)
+    g.barrier()
+    g.ndata["train_mask"][torch.arange(5)] = torch.ones(5, dtype=torch.bool)
+    g.barrier()
+    sampler = dx.ClusterGCNSampler(g, 2, prefetch_ndata=["feat"])
+    model = dx.wrap(Normalized(), g)
+    for graph in dx.DataLoader(g, sampler.split(), sampler):
+        if g.rank() == 1:
+            with pytest.raises(ConfigError, match="no node of train_mask"):
+                model(graph, graph.ndata["feat"])
+    dx.shutdown()
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = dx.nn.BatchNorm(3), torch.nn.Linear(3, 7)
+
+    def forward(self, graph: dgl.DGLGraph, rows: Tensor) -> Tensor:
+        scores: Tensor = self.linear(self.norm(rows))
+        return scores
+
+
 def test_refuses_a_cluster_that_does_not_exist(graph: DistGraph) -> None:
     with pytest.raises(IndexError, match="5"):
         SubgraphLoader(graph, [5], ClusterGCNSampler(graph, 5))
+
+
+def test_clusters_of_another_graph_are_refused(graph: DistGraph, rings: dict[int, Path]) -> None:
+    sampler = ClusterGCNSampler(graph, 5)
+    other = DistGraph(rings[2], session=graph.session)
+    with pytest.raises(ConfigError, match="the clusters belong to the graph"):
+        SubgraphLoader(other, [0], sampler)
+
+
+def test_fit_refuses_graphs(rings: dict[int, Path]) -> None:
+    dx.init()
+    g = dx.DistGraph(str(rings[1]))
+    loader = dx.DataLoader(g, [0], SHADOW)
+    with pytest.raises(ConfigError, match="trains on blocks"):
+        dx.fit(Net(), g, loader=loader)
+    dx.shutdown()
 
 
 def test_clusters_of_several_types_are_refused(shop_graph: DistGraph) -> None:
