@@ -343,9 +343,27 @@ def gather_pair_rows(pair_graph: Any, h: Any) -> Any:
     Strategies with mini-batches return ``h`` itself and send nothing. Under full_graph, shared_preload and
     cooperative, ranks exchange the rows, so every rank must call this, with the (own rows, d) result of the
     last layer and rows of the same types. Gradients are returned to the ranks that computed the rows.
+
+    Raises ConfigError if ``pair_graph`` is no pair graph, or ``h`` has another number of rows.
     """
+    if not isinstance(pair_graph, dgl.DGLGraph) or pair_graph.is_block:
+        raise ConfigError(
+            f"gather_pair_rows got a {type(pair_graph).__name__} in place of a pair graph. Call "
+            "dx.gather_pair_rows(pair_graph, h) with a pair graph of the loader's batch."
+        )
+
     gather = getattr(pair_graph, "gather_rows", None)
-    return h if gather is None else gather(h)
+    if gather is not None:
+        return gather(h)
+    rows_by_type = h if isinstance(h, Mapping) else {pair_graph.ntypes[0]: h}
+    for ntype, rows in rows_by_type.items():
+        num_nodes = pair_graph.num_nodes(ntype) if ntype in pair_graph.ntypes else 0
+        if len(rows) != num_nodes:
+            raise ConfigError(
+                f"gather_pair_rows got {len(rows)} rows of {ntype!r}, but the pair graph has {num_nodes} of "
+                "these nodes. Pass what the last layer returned for blocks[-1] of the same batch."
+            )
+    return h
 
 
 _TYPE_SHIFT = 44

@@ -560,6 +560,9 @@ class EpochLoader(ABC, Generic[B, T]):
         timeline = self._session.timeline
         return timeline.span(name, row, epoch * len(self) + step) if timeline.on else nullcontext()
 
+    def check_end(self) -> None:
+        """Raise ConfigError if the loop has used the last batch of an epoch in a wrong way."""
+
     def wrap_batches(self, batches: Iterator[B]) -> Iterator[B]:
         """Return the prefetched batches. A subclass can look at the next batch here."""
         return batches
@@ -664,6 +667,7 @@ class EpochLoader(ABC, Generic[B, T]):
         if self._next_step < len(self):
             return
 
+        self.check_end()
         if first_step == 0 and self._session.trace is not None:
             seconds = time.perf_counter() - begin_s
             wait_s = self._waited_s - waited_before_s

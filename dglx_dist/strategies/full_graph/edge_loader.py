@@ -79,12 +79,16 @@ class GraphBlocks(NodeMaker):
     def offline(self) -> NoReturn:
         raise ConfigError("a batch of edges of a full-graph strategy has blocks of its own rank only")
 
+    def check_previous(self) -> None:
+        """Raise ConfigError if the loop scored pairs of the previous batch without ``gather_pair_rows``."""
+        # Backward checks this too, but an evaluation has none.
+        if self._previous is not None:
+            self._previous.check_calls()
+
     def finish(self, batch: MiniBatch, share: StepShare) -> None:
         assert isinstance(batch, EdgeBatch)
         batch.finish()
-        if self._previous is not None:
-            # Backward checks this too, but an evaluation has none.
-            self._previous.check_calls()
+        self.check_previous()
         pair_rows = self._planner.plan(batch.seeds)
         self._previous = pair_rows
         blocks = self._batch.open_blocks(self._g.session, share.step_number, share)
@@ -110,5 +114,9 @@ class FullGraphEdgeLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         size = checked.options.batch_size * options.edge_batches_per_step
         batch = encoder.load(0, 0)
         planner = PairPlanner(g, batch.plan, options.wire_dtype)
-        maker = open_edge_maker(g, checked, GraphBlocks(g, batch, planner))
+        self._blocks = GraphBlocks(g, batch, planner)
+        maker = open_edge_maker(g, checked, self._blocks)
         super().__init__(g.session, checked.items, replace(checked.options, batch_size=size), maker)
+
+    def check_end(self) -> None:
+        self._blocks.check_previous()

@@ -1,5 +1,6 @@
 """Unsupported inputs of full-graph training: every rank raises at once, and the message names the remedy."""
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -119,11 +120,11 @@ def on_own_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
     h[pairs.edges()[0].clamp(max=len(h) - 1)].sum().backward()
 
 
-def evaluate_own_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
+def evaluate_own_rows_of_pairs(strategy: Any, g: DistGraph, batch_size: int = 1) -> None:
     sampler = NeighborSampler([-1, -1], prefetch_node_feats=["feat"])
     model = strategy.wrap(runs.first_model("sage")).eval()
     with torch.no_grad():
-        for _, _, blocks in strategy.edge_loader(torch.arange(3), sampler, batch_size=1):
+        for _, _, blocks in strategy.edge_loader(torch.arange(3), sampler, batch_size=batch_size):
             model(blocks, blocks[0].srcdata["feat"])
 
 
@@ -179,6 +180,14 @@ CASES: Mapping[str, tuple[Case, str]] = {
     ),
     "edges without gathered rows": (on_own_rows_of_pairs, r"call h = dx\.gather_pair_rows\(pair_graph, h\)"),
     "evaluation without gathered rows": (evaluate_own_rows_of_pairs, r"call h = dx\.gather_pair_rows\("),
+    "a single evaluation batch without gathered rows": (
+        functools.partial(evaluate_own_rows_of_pairs, batch_size=3),
+        r"call h = dx\.gather_pair_rows\(",
+    ),
+    "no pair graph": (
+        lambda strategy, g: gather_pair_rows(edge_batch(strategy, g)[2][0], torch.ones(3)),
+        "a pair graph of the loader's batch",
+    ),
     "other rows of pairs": (
         on_other_rows_of_pairs,
         r"gather_pair_rows got \(1, .*what the last layer returned",
