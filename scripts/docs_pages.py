@@ -35,6 +35,7 @@ GROUPS = {
     "Partitioning": "partition_graph register_partitioner",
     "Loading": "DataLoader DistNodeDataLoader DistEdgeDataLoader TemporalNeighborSampler ClusterGCNSampler "
     "negative gather_pair_rows",
+    "Plain PyTorch": "Halo",
     "Training": "wrap fit FitConfig FitResult reduce_mean global_mean nn",
     "Strategies": "choose_strategy register_strategy strategy_names",
     "Tensors and embeddings": "DistTensor DistEmbedding optim",

@@ -126,3 +126,11 @@ def test_examples_are_short_and_say_what_to_expect(path: Path) -> None:
     assert len(text.splitlines()) < 120
     if path.name[0].isdigit():
         assert "Expect" in text.split('"""')[1]
+
+
+def test_halo_has_the_same_error_on_any_number_of_ranks(tmp_path: Path) -> None:
+    shown = [run_script(EXAMPLES / "12_halo.py", tmp_path, ranks=ranks) for ranks in (1, 2)]
+    errors = [float(value) for text in shown for value in re.findall(r"mean squared error (\S+)", text)]
+    assert len(errors) == 2
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+    assert errors[0] < 0.01

@@ -97,11 +97,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     """
     config = config or FitConfig()
     _refuse_autocast(model)
-    if isinstance(loader, SubgraphLoader):
-        raise ConfigError(
-            "dx.fit trains on blocks, but this loader yields graphs. Write your own loop, or use "
-            "NeighborSampler."
-        )
+    _refuse_subgraphs(loader)
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", groups)
@@ -168,6 +164,14 @@ def _refuse_autocast(model: WrappedModel) -> None:
         raise ConfigError(
             "inside torch.autocast the evaluation would not be exact, and the run would be recorded as "
             "float32. Call it outside of that block, with precision='bf16'."
+        )
+
+
+def _refuse_subgraphs(loader: TrainingLoader) -> None:
+    if isinstance(loader, SubgraphLoader):
+        raise ConfigError(
+            "dx.fit trains on blocks, but this loader yields graphs. Write your own loop, or use "
+            "NeighborSampler."
         )
 
 
