@@ -96,8 +96,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
         Stopped: a rank received a signal to stop.
     """
     config = config or FitConfig()
-    _refuse_autocast(model)
-    _refuse_subgraphs(loader)
+    _refuse_unsupported(model, loader)
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", groups)
@@ -157,21 +156,19 @@ def train(  # noqa: PLR0913 - all but four have defaults
     return replace(run.result, account=account, traffic=tracing.list_traffic(run.sent, g.session))
 
 
-def _refuse_autocast(model: WrappedModel) -> None:
-    """Raise ConfigError if the caller has enabled autocast for the device of ``model``."""
+def _refuse_unsupported(model: WrappedModel, loader: TrainingLoader) -> None:
+    """Raise ConfigError for batches without blocks, or autocast for the device of ``model``."""
+    if isinstance(loader, SubgraphLoader):
+        raise ConfigError(
+            "dx.fit trains on blocks, but this loader yields graphs. Write your own loop, or use "
+            "NeighborSampler."
+        )
+
     device = find_float_parameter(model).device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         raise ConfigError(
             "inside torch.autocast the evaluation would not be exact, and the run would be recorded as "
             "float32. Call it outside of that block, with precision='bf16'."
-        )
-
-
-def _refuse_subgraphs(loader: TrainingLoader) -> None:
-    if isinstance(loader, SubgraphLoader):
-        raise ConfigError(
-            "dx.fit trains on blocks, but this loader yields graphs. Write your own loop, or use "
-            "NeighborSampler."
         )
 
 
