@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dglx_dist.training.fit_config import FitResult as FitResult
     from dglx_dist.training.inference import evaluate as evaluate
     from dglx_dist.training.inference import layerwise_inference as layerwise_inference
+    from dglx_dist.training.predictor import Predictor as Predictor
 
 __version__ = "0.1.0"
 
@@ -89,6 +90,7 @@ _EXPORTS = {
     "training.export": "write_embeddings",
     "training.fit": "FitConfig FitResult",
     "training.inference": "evaluate layerwise_inference",
+    "training.predictor": "Predictor",
 }
 """Module to its public names."""
 _MODULE_OF = {name: f"dglx_dist.{module}" for module, names in _EXPORTS.items() for name in names.split()}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def _place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
+def place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
     """Return ``block`` on ``device``, with the out-degrees of the graph ``g``."""
     full_block = _FullBlock(*get_block_parts(block))
     full_block.graph = g
@@ -348,7 +348,7 @@ def _make_compute(
         for path, tensor in rows.items():
             source_ids = blocks[0].srcnodes[find_type(path, g)].data[dgl.NID]
             inputs[path] = tensor[source_ids].to(device, dtype)
-        graph_blocks = [_place_with_degrees(block, g, device) for block in blocks]
+        graph_blocks = [place_with_degrees(block, g, device) for block in blocks]
         for block in graph_blocks:
             note_edge_order(block, g.orig_edge_ids)
         output = run_pass(graph_blocks, nest(inputs))

@@ -1,0 +1,236 @@
+"""Results of a trained model for single nodes, on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import dgl
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.dataloading.loader import open_neighborhood_maker
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.partition_book import Ids, as_ids
+from dglx_dist.internals.message_passing import note_edge_order
+from dglx_dist.options import check_integer
+from dglx_dist.records import FEATURE, Array
+from dglx_dist.strategies.base import find_float_parameter
+from dglx_dist.training.inference import (
+    EdgeNames,
+    evaluating,
+    gather_module,
+    list_layers,
+    place_with_degrees,
+    read_first_rows,
+)
+from dglx_dist.training.models import InferenceLayer
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+@final
+class Predictor:
+    """Computes the results of a trained model for some nodes, exactly and in milliseconds.
+
+    A call computes the layers that the nodes need over all their neighbors, as :func:`layerwise_inference`
+    does for all nodes. The rows of every layer are kept for later calls, up to ``cache_rows`` nodes. The
+    least recently used ones are dropped. Any thread may call a predictor. Calls wait for each other.
+
+    The constructor is collective, and calls are not. The graph has one node type and one edge type.
+
+    Args:
+        model: Wrapped or plain model. It is in evaluation mode during a call. Its weights must not change.
+        g: The distributed graph.
+        feature: Node data of the first layer.
+        layers, between, edge_feats: As for :func:`layerwise_inference`.
+        cache_rows: Maximum number of nodes with kept rows, of each layer. 0 keeps none.
+        batch_size: Maximum number of nodes that a call computes at once. Use :func:`layerwise_inference` for
+            all nodes.
+
+    Raises:
+        ConfigError: the graph has several types, or the model does not define its layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        g: DistGraph,
+        *,
+        feature: str = FEATURE,
+        layers: Sequence[InferenceLayer] | str | None = None,
+        between: Callable[[Tensor], Tensor] | None = None,
+        edge_feats: EdgeNames = (),
+        cache_rows: int = 100_000,
+        batch_size: int = 1024,
+    ) -> None:
+        if not g.is_homogeneous:
+            raise ConfigError(
+                f"a Predictor needs a graph with one node type and one edge type, but {g.name} has "
+                f"{len(g.ntypes)} and {len(g.canonical_etypes)}. Use dx.layerwise_inference."
+            )
+        self._g = g
+        self._feature = feature
+        self._module = gather_module(model)
+        self._steps = list_layers(self._module, layers, between)
+        self._input_rows = read_first_rows(g, feature, None)[()]
+        self._changed_rows = torch.empty((0, *self._input_rows.shape[1:]), dtype=self._input_rows.dtype)
+        self._slot_of_node = np.full(g.num_nodes(), -1)
+        """Position of each node's row in ``_changed_rows``, or -1."""
+        self._maker = open_neighborhood_maker(g, 1, edge_feats=edge_feats)
+        capacity = min(check_integer("cache_rows", cache_rows, least=0), g.num_nodes())
+        self._caches = [_RowCache(g.num_nodes(), capacity) for _ in self._steps]
+        self._batch_size = check_integer("batch_size", batch_size, least=1)
+        self._lock = threading.Lock()
+
+    def __call__(self, ids: Ids) -> Tensor:
+        """Return the (K, ...) results of the (K,) nodes ``ids``, on the device of the model.
+
+        The ids are those of the distributed graph, in any order, and may be repeated. Pass
+        ``g.new_ids(user_ids)`` for the user's ids. Raises IndexError for an id that does not exist, and
+        ConfigError if a layer does not return one row for each destination.
+        """
+        distinct, positions = np.unique(as_ids(ids, self._g.num_nodes(), "node"), return_inverse=True)
+        num_pieces = max(-(-len(distinct) // self._batch_size), 1)
+        with self._lock, evaluating(self._module):
+            rows = [self._compute(len(self._steps), ids) for ids in np.array_split(distinct, num_pieces)]
+        return torch.cat(rows)[torch.from_numpy(positions)]
+
+    def update(self, name: str, ids: Ids, rows: Any) -> None:
+        """Use the (K, ...) ``rows`` as the column ``name`` of the nodes ``ids`` from now on.
+
+        The dataset and predictors of other ranks do not change. Kept rows of the nodes and of all nodes that
+        their messages reach are forgotten, layer by layer. Raises ConfigError if the model does not read the
+        column, ``rows`` have another shape, or this server has only a part of the structure.
+        """
+        if name != self._feature:
+            raise ConfigError(f"update changes {self._feature!r}, which the model reads, and not {name!r}.")
+        nodes = as_ids(ids, self._g.num_nodes(), "node")
+        new_rows = torch.as_tensor(rows)
+        if new_rows.shape != (len(nodes), *self._input_rows.shape[1:]):
+            raise ConfigError(
+                f"update got rows of shape {tuple(new_rows.shape)} for {len(nodes)} nodes, but {name!r} has "
+                f"rows of shape {tuple(self._input_rows.shape[1:])}."
+            )
+        structure = self._g.structure()
+        if not structure.is_replicated:
+            raise ConfigError(
+                "this server has only a part of the graph's structure, so it cannot find the nodes that an "
+                "update changes. Open the graph with structure='replicated'."
+            )
+        (shard,) = structure.shards
+        with self._lock:
+            self._keep_changed(nodes, new_rows)
+            is_changed = np.zeros(self._g.num_nodes(), bool)
+            is_changed[nodes] = True
+            for cache in self._caches:
+                # A node also changes with its own row, which most layers read.
+                edges = np.flatnonzero(is_changed[shard.indices])
+                is_changed[np.searchsorted(shard.indptr, edges, side="right") - 1] = True
+                cache.drop(is_changed)
+
+    def _keep_changed(self, nodes: Array, rows: Tensor) -> None:
+        """Keep the (K, ...) ``rows``. If a node is repeated, its last row counts."""
+        distinct, reversed_positions = np.unique(nodes[::-1], return_index=True)
+        last_positions = len(nodes) - 1 - reversed_positions
+        added = distinct[self._slot_of_node[distinct] < 0]
+        self._slot_of_node[added] = len(self._changed_rows) + np.arange(len(added))
+
+        shape = (len(added), *self._changed_rows.shape[1:])
+        self._changed_rows = torch.cat([self._changed_rows, self._changed_rows.new_empty(shape)])
+        slots = torch.from_numpy(self._slot_of_node[distinct])
+        self._changed_rows[slots] = rows[torch.from_numpy(last_positions)].to(self._changed_rows.dtype)
+
+    def _compute(self, depth: int, ids: Array) -> Tensor:
+        """Return the (n, ...) rows of layer ``depth`` at the distinct ``ids``. Layer 0 has the features."""
+        parameter = find_float_parameter(self._module)
+        if depth == 0:
+            input_rows = self._input_rows[torch.from_numpy(ids)]
+            slots = self._slot_of_node[ids]
+            if (slots >= 0).any():
+                input_rows[torch.from_numpy(slots >= 0)] = self._changed_rows[
+                    torch.from_numpy(slots[slots >= 0])
+                ]
+            return input_rows.to(parameter.device, parameter.dtype)
+
+        cache = self._caches[depth - 1]
+        is_kept, kept_rows = cache.read(ids)
+        missing = ids[~is_kept]
+        if not len(missing) and kept_rows is not None:
+            return kept_rows
+
+        items = {self._g.ntypes[0]: missing}
+        block: Any = self._maker.complete(self._maker.sample_items(items, 0, step=0)).blocks[0]
+        source_rows = self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
+        placed_block = place_with_degrees(block, self._g, parameter.device)
+        note_edge_order(placed_block, self._g.orig_edge_ids)
+        computed_rows = self._steps[depth - 1](placed_block, source_rows)
+        if not isinstance(computed_rows, Tensor) or len(computed_rows) != len(missing):
+            raise ConfigError(
+                f"layer {depth} returns {type(computed_rows).__name__}, but a Predictor needs a tensor with "
+                "a row for each destination. Use dx.layerwise_inference."
+            )
+        cache.write(missing, computed_rows)
+        if kept_rows is None:
+            return computed_rows
+
+        rows = computed_rows.new_empty((len(ids), *computed_rows.shape[1:]))
+        rows[torch.from_numpy(is_kept)] = kept_rows
+        rows[torch.from_numpy(~is_kept)] = computed_rows
+        return rows
+
+
+@final
+class _RowCache:
+    """Rows of up to ``capacity`` of ``num_nodes`` nodes. Writing drops the least recently used ones."""
+
+    def __init__(self, num_nodes: int, capacity: int) -> None:
+        self._slot_of_node = np.full(num_nodes, -1, np.int32)
+        self._node_of_slot = np.full(capacity, -1, np.int64)
+        self._last_use = np.full(capacity, -1, np.int64)
+        self._num_uses = 0
+        self._rows: Tensor | None = None
+
+    def read(self, ids: Array) -> tuple[Array, Tensor | None]:
+        """Return a (n,) bool mask of the kept ``ids``, and their rows, or None if no row is kept."""
+        slots = self._slot_of_node[ids]
+        is_kept = slots >= 0
+        if self._rows is None or not is_kept.any():
+            return np.zeros(len(ids), bool), None
+
+        kept_slots = slots[is_kept]
+        self._num_uses += 1
+        self._last_use[kept_slots] = self._num_uses
+        return is_kept, self._rows[torch.from_numpy(kept_slots.astype(np.int64))]
+
+    def write(self, ids: Array, rows: Tensor) -> None:
+        """Keep the (n, ...) ``rows`` of nodes that are not kept yet, or of as many as fit."""
+        capacity = len(self._node_of_slot)
+        count = min(len(ids), capacity)
+        if count == 0:
+            return
+        if self._rows is None:
+            self._rows = rows.new_empty((capacity, *rows.shape[1:]))
+
+        # Slots without a node have the smallest number of last use.
+        slots = np.argpartition(self._last_use, count - 1)[:count]
+        self._forget(slots)
+        self._num_uses += 1
+        self._last_use[slots] = self._num_uses
+        self._node_of_slot[slots] = ids[:count]
+        self._slot_of_node[ids[:count]] = slots
+        self._rows[torch.from_numpy(slots)] = rows[:count]
+
+    def drop(self, is_changed: Array) -> None:
+        """Forget the rows of the nodes that the (N,) bool array marks."""
+        slots = np.flatnonzero((self._node_of_slot >= 0) & is_changed[self._node_of_slot])
+        self._forget(slots)
+
+    def _forget(self, slots: Array) -> None:
+        nodes = self._node_of_slot[slots]
+        self._slot_of_node[nodes[nodes >= 0]] = -1
+        self._node_of_slot[slots] = -1
+        self._last_use[slots] = -1
