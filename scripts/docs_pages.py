@@ -39,7 +39,7 @@ GROUPS = {
     "Training": "wrap fit FitConfig FitResult reduce_mean global_mean nn",
     "Strategies": "choose_strategy register_strategy strategy_names",
     "Tensors and embeddings": "DistTensor DistEmbedding optim",
-    "Evaluation and results": "evaluate layerwise_inference write_embeddings",
+    "Evaluation and results": "evaluate layerwise_inference Predictor write_embeddings",
     "Checkpoints": "checkpoints save load Stopped",
     "Errors": "DglxError ConfigError DatasetError StorageError CheckpointError PeerError RemoteError "
     "UnknownNameError",
