@@ -185,12 +185,13 @@ class Predictor:
 
 @final
 class _RowCache:
-    """Rows of up to ``capacity`` of ``num_nodes`` nodes. Writing drops the least recently used ones."""
+    """Rows of up to ``capacity`` of ``num_nodes`` nodes. The least recently used rows are dropped."""
 
     def __init__(self, num_nodes: int, capacity: int) -> None:
         self._slot_of_node = np.full(num_nodes, -1, np.int32)
         self._node_of_slot = np.full(capacity, -1, np.int64)
-        self._last_use = np.full(capacity, -1, np.int64)
+        self._last_use = np.zeros(capacity, np.int64)
+        self._free_slots = np.arange(capacity)
         self._num_uses = 0
         self._rows: Tensor | None = None
 
@@ -201,10 +202,10 @@ class _RowCache:
         if self._rows is None or not is_kept.any():
             return np.zeros(len(ids), bool), None
 
-        kept_slots = slots[is_kept]
+        kept_slots = slots[is_kept].astype(np.int64)
         self._num_uses += 1
         self._last_use[kept_slots] = self._num_uses
-        return is_kept, self._rows[torch.from_numpy(kept_slots.astype(np.int64))]
+        return is_kept, self._rows[torch.from_numpy(kept_slots)]
 
     def write(self, ids: Array, rows: Tensor) -> None:
         """Keep the (n, ...) ``rows`` of nodes that are not kept yet, or of as many as fit."""
@@ -215,9 +216,16 @@ class _RowCache:
         if self._rows is None:
             self._rows = rows.new_empty((capacity, *rows.shape[1:]))
 
-        # Slots without a node have the smallest number of last use.
-        slots = np.argpartition(self._last_use, count - 1)[:count]
-        self._forget(slots)
+        num_missing = count - len(self._free_slots)
+        if num_missing > 0:
+            # Drop more than needed at once, because finding the oldest rows takes time.
+            is_used = np.flatnonzero(self._node_of_slot >= 0)
+            num_dropped = min(max(num_missing, capacity // 8), len(is_used))
+            oldest = np.argpartition(self._last_use[is_used], num_dropped - 1)[:num_dropped]
+            self._forget(is_used[oldest])
+
+        slots = self._free_slots[:count]
+        self._free_slots = self._free_slots[count:]
         self._num_uses += 1
         self._last_use[slots] = self._num_uses
         self._node_of_slot[slots] = ids[:count]
@@ -226,11 +234,10 @@ class _RowCache:
 
     def drop(self, is_changed: Array) -> None:
         """Forget the rows of the nodes that the (N,) bool array marks."""
-        slots = np.flatnonzero((self._node_of_slot >= 0) & is_changed[self._node_of_slot])
-        self._forget(slots)
+        is_kept = self._node_of_slot >= 0
+        self._forget(np.flatnonzero(is_kept & is_changed[self._node_of_slot]))
 
     def _forget(self, slots: Array) -> None:
-        nodes = self._node_of_slot[slots]
-        self._slot_of_node[nodes[nodes >= 0]] = -1
+        self._slot_of_node[self._node_of_slot[slots]] = -1
         self._node_of_slot[slots] = -1
-        self._last_use[slots] = -1
+        self._free_slots = np.concatenate([self._free_slots, slots])
