@@ -26,22 +26,23 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     The exit code is 0, 2 for errors that the user can correct (one message, no traceback), or 1 for all
     others.
     """
-    # Words after -- belong to another command or are not options.
+    # The words after -- belong to another command or are not options.
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    own = sys.argv[1:end]
-    positional = sys.argv[end:]
-    debug = "--debug" in own
-    arguments = [argument for argument in own if argument not in ("--debug", LAUNCHER, LAUNCHED)] + positional
+    options = sys.argv[1:end]
+    debug = "--debug" in options
+    for flag in ("--debug", LAUNCHER, LAUNCHED):
+        while flag in options:
+            options.remove(flag)
 
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, TextIOWrapper):
             # File names may contain characters that the locale cannot show.
             stream.reconfigure(errors="backslashreplace")
-
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
+
     try:
-        app(arguments, prog_name=program)
+        app(options + sys.argv[end:], prog_name=program)
     except DglxError as error:
         report_error(error, debug=debug)
         raise SystemExit(2) from None

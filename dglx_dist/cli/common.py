@@ -24,6 +24,8 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, format_type
 
 C = TypeVar("C")
 
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
 LAUNCHER, LAUNCHED = "--launcher", "--launched"
 """Hidden flags of the launcher, and of ranks that leave showing their error to the launcher."""
 
@@ -34,24 +36,31 @@ def report_error(error: Exception, *, debug: bool) -> None:
     Under torchrun, the error is also recorded for torchrun. The launcher of ``dglx train`` shows the first
     error of all ranks, so its ranks print none.
     """
-    if is_launched_by_torchrun():
+    is_rank = is_launched_by_torchrun()
+    is_for_user = isinstance(error, DglxError)
+    if is_rank:
         # The import loads torch. Ranks have loaded it anyway, but other commands must start quickly.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        if isinstance(error, DglxError) and not debug:
+        if is_for_user and not debug:
             # torchrun prints the recorded traceback. Users correct such an error by its message alone.
             error.__traceback__ = error.__cause__ = None
             error.__suppress_context__ = True
         get_error_handler().record_exception(error)
+
     if debug:
         Console(stderr=True, soft_wrap=True).print_exception()
-    elif LAUNCHED not in sys.argv:
-        rank = f"rank {read_topology().rank}: " if is_launched_by_torchrun() else ""
-        kind, hint = "error", ""
-        if not isinstance(error, DglxError):
-            kind = f"unexpected {type(error).__name__}"
-            hint = "\nrun the same command with --debug for the traceback"
-        say(f"{rank}{kind}: {error}{hint}", "red")
+        return
+    if LAUNCHED in sys.argv:
+        return
+
+    message = f"error: {error}"
+    if not is_for_user:
+        message = f"unexpected {type(error).__name__}: {error}\n"
+        message += "run the same command with --debug for the traceback"
+    if is_rank:
+        message = f"rank {read_topology().rank}: {message}"
+    say(message, "red")
 
 
 def write(text: str, style: str = "") -> None:
@@ -104,30 +113,29 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
 
     A field ``given`` of the record gets the names of the fields whose options are on the command line.
     """
+    hints = get_type_hints(config)
+    options = [(field, option, find_flag(config, field.name)) for field, option in list_options(config)]
 
     def decorate(run: Callable[[C], None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
             parsed: dict[str, Any] = {}
-            # An option that is None gets the default of the record.
-            for field, option in list_options(config):
-                if (value := values[field.name]) is not None:
-                    parse = option.parse
-                    flag = find_flag(config, field.name)
-                    parsed[field.name] = value if parse is None else parse(value, flag)
+            for field, option, flag in options:
+                value = values[field.name]
+                # An option that is None gets the default of the record.
+                if value is None:
+                    continue
+                if option.parse is not None:
+                    value = option.parse(value, flag)
+                parsed[field.name] = value
 
             if "given" in hints:
-                sources = {name: context.get_parameter_source(name) for name in values}
-                names = (name for name, source in sources.items() if source and source.name == "COMMANDLINE")
-                parsed["given"] = frozenset(names)
-
+                parsed["given"] = _find_given(context, values)
             run(config(**parsed))
 
-        hints = get_type_hints(config)
-        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        parameters += [
-            _make_parameter(field, option, hints[field.name], find_flag(config, field.name))
-            for field, option in list_options(config)
-        ]
+        # typer reads names, help and types from these attributes.
+        parameters = [inspect.Parameter("context", _KEYWORD_ONLY, annotation=typer.Context)]
+        for field, option, flag in options:
+            parameters.append(_make_parameter(field, option, hints[field.name], flag))
         call.__name__, call.__doc__ = run.__name__, run.__doc__
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect
@@ -136,43 +144,77 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
     return decorate
 
 
+def _find_given(context: typer.Context, names: Iterable[str]) -> frozenset[str]:
+    """Return the ``names`` of options that are on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(
+        name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"
+    )
+
+
 def _make_parameter(field: Field[Any], option: Option, hint: Any, flag: str) -> inspect.Parameter:
-    kind = option.kind or (str if option.parse or get_origin(hint) is Literal else hint)
+    """Return the parameter of ``typer`` for a field of a record: an option, or an argument without flag."""
+    # Where the type is str, a parser or the check of the record reads the text.
+    is_text = option.parse is not None or get_origin(hint) is Literal
+    value_type: Any = option.kind or (str if is_text else hint)
+
+    is_required = field.default is MISSING and field.default_factory is MISSING
     default: Any = inspect.Parameter.empty
-    if field.default is not MISSING or field.default_factory is not MISSING:
-        default = None if field.default in (MISSING, "", ()) else field.default
-        kind = kind | None if default is None else kind
-    is_option = flag.startswith("-") and (default is not inspect.Parameter.empty or option.flag is not None)
-    info = typer.Option(flag, **option.shown) if is_option else typer.Argument(**option.shown)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(field.name, keyword, default=default, annotation=Annotated[kind, info])
+    if not is_required:
+        # The record fills in an empty default, so that the help does not show it.
+        is_empty = field.default in (MISSING, "", ())
+        default = None if is_empty else field.default
+    if default is None:
+        value_type = value_type | None
+
+    info: Any = typer.Argument(**option.shown)
+    if flag.startswith("-") and (not is_required or option.flag is not None):
+        info = typer.Option(flag, **option.shown)
+    annotation = Annotated[value_type, info]
+    return inspect.Parameter(field.name, _KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def list_possible_labels(node_columns: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the names of the columns with one number per node, separated by commas."""
     names = []
     for columns in node_columns.values():
-        names += [name for name, column in columns.items() if len(column.shape) == 1]
-    return ", ".join(name for name in names if not name.endswith(("_mask", "_id")))
+        for name, column in columns.items():
+            # Masks and ids also have one number per node, but nobody learns them.
+            if len(column.shape) == 1 and not name.endswith(("_mask", "_id")):
+                names.append(name)
+    return ", ".join(names)
 
 
 def suggest_training_command(
     folder: object, node_columns: Mapping[str, Mapping[str, Any]], etypes: Iterable[EdgeType], ranks: int = 1
 ) -> str:
-    """Return the command that trains on a dataset with these columns, "" if it has labels but no split."""
+    """Return the command that trains on a dataset with these columns.
+
+    The result is empty if nodes have labels but no split, or if several node types have labels.
+    """
     labelled = [columns for columns in node_columns.values() if LABEL in columns]
     if len(labelled) > 1 or any(SPLITS[0] not in columns for columns in labelled):
         return ""
-    targets = [format_type(etype) for etype in etypes]
-    is_several = max(len(node_columns), len(targets)) > 1
-    rows = "" if all(FEATURE in columns for columns in node_columns.values()) else " --embeddings 64"
-    if labelled:
-        options = " --model rgcn" if is_several else rows
-    else:
-        options = " --task link" + (" --model none --embeddings 64" if rows or is_several else "")
-        options += f" --target {shlex.quote(targets[0])}" if min(len(node_columns), len(targets)) > 1 else ""
 
-    options += f" --ranks {ranks}" if ranks > 1 else ""
+    targets = [format_type(etype) for etype in etypes]
+    has_features = all(FEATURE in columns for columns in node_columns.values())
+    is_homogeneous = max(len(node_columns), len(targets)) <= 1
+    rows = " --embeddings 64"
+    options = ""
+    if labelled:
+        if not is_homogeneous:
+            options = " --model rgcn"
+        elif not has_features:
+            options = rows
+    else:
+        options = " --task link"
+        if not (is_homogeneous and has_features):
+            options += f" --model none{rows}"
+        if len(node_columns) > 1 and len(targets) > 1:
+            options += f" --target {shlex.quote(targets[0])}"
+
+    if ranks > 1:
+        options += f" --ranks {ranks}"
     return f"dglx train {shlex.quote(str(folder))}{options}"
 
 

@@ -75,13 +75,16 @@ def doctor(config: DoctorConfig) -> None:
 
 
 def _install_dgl(*, ask: bool) -> None:
+    """Install the wheel of DGL for another Python. Raise ConfigError if DGL has a wheel for this one."""
     installed = dgl_wheel.find_version()
-    python = platform.python_version()
     if installed is not None:
         say(f"DGL {installed} is installed already")
         return
+
+    python = platform.python_version()
     if dgl_wheel.has_official_wheel():
         raise ConfigError(f"DGL has a wheel for Python {python}. Install it with `pip install dgl`.")
+
     say(f"DGL has no wheel for Python {python}. The wheel of DGL {dgl_wheel.VERSION} for Python 3.12 works.")
     question = f"Download it with pip, check its hash, and install it into {sys.prefix}?"
     if ask and not typer.confirm(question, err=True):
@@ -107,18 +110,21 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _format(name: str, value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int) and name.endswith("_bytes"):
         return format_bytes(value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def _check_versions(diagnosis: Diagnosis) -> None:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "dglx_dist": dglx_dist.__version__,
-    }
+    versions: dict[str, str | None] = {}
+    versions["python"] = platform.python_version()
+    versions["dglx_dist"] = dglx_dist.__version__
     for name in _PACKAGES.split():
         try:
             versions[name] = metadata.version(name)
@@ -129,56 +135,69 @@ def _check_versions(diagnosis: Diagnosis) -> None:
 
 def _check_machine(diagnosis: Diagnosis) -> None:
     total, free = machine_memory()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    file_limit, highest_file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": total,
         "free_memory_bytes": free,
-        "open_files": soft,
-        "open_files_hard_limit": hard,
+        "open_files": file_limit,
+        "open_files_hard_limit": highest_file_limit,
     }
+    diagnosis.facts["machine"] = facts
+
+    # Containers often have 64 MB of shared memory, too little for the rows of embeddings.
     if _SHARED_MEMORY.is_dir():
-        shared = shutil.disk_usage(_SHARED_MEMORY)
-        facts |= {"shared_memory_bytes": shared.total, "free_shared_memory_bytes": shared.free}
-        if shared.free < _LEAST_SHARED_MEMORY:
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        facts |= {"shared_memory_bytes": usage.total, "free_shared_memory_bytes": usage.free}
+        if usage.free < _LEAST_SHARED_MEMORY:
             diagnosis.advice.append(
-                f"{_SHARED_MEMORY}, which ranks use for embeddings, has {format_bytes(shared.free)} "
+                f"{_SHARED_MEMORY}, which ranks use for embeddings, has {format_bytes(usage.free)} "
                 "free. Raise it (in a container: --shm-size), or set DGLX_SCRATCH to a folder on a disk."
             )
 
-    if hard != resource.RLIM_INFINITY and hard < _LEAST_FILES:
-        diagnosis.advice.append(f"A process may open {hard} files. Raise `ulimit -Hn` to {_LEAST_FILES}.")
-    diagnosis.facts["machine"] = facts
+    # A process can raise its own limit up to the hard limit.
+    is_unlimited = highest_file_limit == resource.RLIM_INFINITY
+    if not is_unlimited and highest_file_limit < _LEAST_FILES:
+        diagnosis.advice.append(
+            f"A process may open {highest_file_limit} files. Raise `ulimit -Hn` to {_LEAST_FILES}."
+        )
 
 
 def _check_network(diagnosis: Diagnosis) -> None:
     try:
         from dglx_dist.comm import rendezvous
         from dglx_dist.comm.topology import copy_environment
-    except _BROKEN:  # They import torch, and the check of torch reports that.
+    except _BROKEN:
+        # These modules import torch, and the check of torch reports that.
         return
 
-    name = copy_environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     facts: dict[str, Any] = dict.fromkeys(("interface", "address", "mbit_per_s"))
+    diagnosis.facts["network"] = facts
+    interface = copy_environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     try:
-        if name:
-            address = rendezvous.find_interface_address(name)
+        if interface:
+            address = rendezvous.find_interface_address(interface)
         else:
             address = rendezvous.find_address_towards(_ANY_ADDRESS, 9, "another machine", "")
     except DglxError as error:
-        diagnosis.advice.append(
-            f"{str(error).rstrip('.')}. To train on several machines, set GLOO_SOCKET_IFNAME."
-        )
-    else:
-        owners = psutil.net_if_addrs().items()
-        found = (card for card, entries in owners if any(entry.address == address for entry in entries))
-        speed = rendezvous.read_link_speed(address)
-        facts |= {"interface": name or next(found, None), "address": address}
-        facts["mbit_per_s"] = None if speed is None else round(speed * 8 / 1e6)
+        reason = str(error).rstrip(".")
+        diagnosis.advice.append(f"{reason}. To train on several machines, set GLOO_SOCKET_IFNAME.")
+        return
 
-    diagnosis.facts["network"] = facts
+    facts["interface"] = interface or _find_interface(address)
+    facts["address"] = address
+    bytes_per_s = rendezvous.read_link_speed(address)
+    if bytes_per_s is not None:
+        facts["mbit_per_s"] = round(bytes_per_s * 8 / 1e6)
+
+
+def _find_interface(address: str) -> str | None:
+    for interface, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return interface
+    return None
 
 
 def _check_torch(diagnosis: Diagnosis) -> None:
@@ -189,9 +208,11 @@ def _check_torch(diagnosis: Diagnosis) -> None:
     except _BROKEN as error:
         diagnosis.problems.append(f"torch cannot be imported: {error}. Install it again.")
         return
-    gpus = [torch.cuda.get_device_name(number) for number in range(count_gpus())]
+
+    has_mkl = "BLAS_INFO=mkl" in torch.__config__.show()
+    gpus = [torch.cuda.get_device_name(index) for index in range(count_gpus())]
     diagnosis.facts["torch"] = {
-        "blas": "MKL" if "BLAS_INFO=mkl" in torch.__config__.show() else "not MKL",
+        "blas": "MKL" if has_mkl else "not MKL",
         "threads": torch.get_num_threads(),
         "gloo": torch.distributed.is_gloo_available(),
         "gpus": gpus or explain_missing_gpu(),
@@ -205,22 +226,27 @@ def _check_dgl(diagnosis: Diagnosis) -> None:
 
         from dglx_dist.dataloading import kernels, sampler
 
+        # An import alone would not load DGL's C library.
         dgl.graph(([0, 1], [1, 2])).in_degrees()
     except _BROKEN as error:
-        remedy = "Install it again in a fresh environment."
-        if "libgomp" in str(error):
-            remedy = "Run `apt-get install libgomp1` or `dnf install libgomp`."
-        elif dgl_wheel.find_version() is None:
-            is_official = dgl_wheel.has_official_wheel()
-            remedy = f"Run `{'pip install dgl' if is_official else 'dglx doctor --install-dgl'}`."
-        diagnosis.problems.append(f"DGL cannot be used: {error}. {remedy}")
+        diagnosis.problems.append(f"DGL cannot be used: {error}. {_suggest_repair(error)}")
         return
 
-    diagnosis.facts["dgl"] = {
-        "folder": str(Path(dgl.__file__).parent),
-        "calls": dgl_wheel.describe_calls(),
-    }
     is_compiled = sampler.is_compiled()
-    diagnosis.facts["cache"] = {"folder": kernels.sample_batch.stats.cache_path, "compiled": is_compiled}
+    kernel_folder = kernels.sample_batch.stats.cache_path
+    dgl_folder = str(Path(dgl.__file__).parent)
+    diagnosis.facts["dgl"] = {"folder": dgl_folder, "calls": dgl_wheel.describe_calls()}
+    diagnosis.facts["cache"] = {"folder": kernel_folder, "compiled": is_compiled}
     if not is_compiled:
         diagnosis.advice.append("The first run compiles the kernels of mini-batches, which takes about 15 s.")
+
+
+def _suggest_repair(error: Exception) -> str:
+    """Return what to do about an error of importing or calling DGL."""
+    if "libgomp" in str(error):
+        return "Run `apt-get install libgomp1` or `dnf install libgomp`."
+    if dgl_wheel.find_version() is not None:
+        return "Install it again in a fresh environment."
+    if dgl_wheel.has_official_wheel():
+        return "Run `pip install dgl`."
+    return "Run `dglx doctor --install-dgl`."

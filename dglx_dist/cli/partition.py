@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +44,25 @@ def ingest(config: IngestCommand) -> None:
     from dglx_dist.data.ingest.graph import ingest as build
     from dglx_dist.data.ingest.graph import write_description
 
-    done = build(read_config(config.config), config)
-    for ntype, columns in done.manifest.node_columns.items():
-        kind = done.manifest.user_ids.get(ntype, "row numbers")
-        write(
-            f"{done.manifest.num_nodes(ntype)} nodes {ntype!r}, ids: {kind}; "
-            f"{', '.join(columns) or 'no tensors'}"
-        )
+    result = build(read_config(config.config), config)
+    manifest = result.manifest
+    for ntype, columns in manifest.node_columns.items():
+        ids = manifest.user_ids.get(ntype, "row numbers")
+        names = ", ".join(columns) or "no tensors"
+        write(f"{manifest.num_nodes(ntype)} nodes {ntype!r}, ids: {ids}; {names}")
+    for etype, columns in manifest.edge_columns.items():
+        names = ", ".join(columns) or "no tensors"
+        write(f"{manifest.num_edges(etype)} edges {':'.join(etype)}; {names}")
 
-    for etype, columns in done.manifest.edge_columns.items():
-        write(
-            f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {', '.join(columns) or 'no tensors'}"
-        )
-
-    write(f"peak memory {done.peak_bytes / 10**6:.0f} MB of {config.memory}")
+    write(f"peak memory {result.peak_bytes / 10**6:.0f} MB of {config.memory}")
     if config.output_description is not None:
-        write_description(done, config.output_description)
+        write_description(result, config.output_description)
         write(f"detected settings: {config.output_description}")
-    folder = shlex.quote(str(config.out))
-    train = suggest_training_command(config.out, done.manifest.node_columns, done.manifest.edge_columns)
-    commands = " or ".join(filter(None, [train, f"dglx partition {folder} --parts 4 --out DIR"]))
+
+    commands = f"dglx partition {shlex.quote(str(config.out))} --parts 4 --out DIR"
+    train = suggest_training_command(config.out, manifest.node_columns, manifest.edge_columns)
+    if train:
+        commands = f"{train} or {commands}"
     write(f"written to {config.out}; next: {commands}")
 
 
@@ -116,36 +114,47 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
     """Fields whose options are on the command line."""
 
     def __post_init__(self) -> None:
-        if self.add_time and self.time is None:
-            raise ConfigError("--add-time sorts edges by a column. Name it with --time COLUMN.")
-        unused = sorted(self.given - {"data", "time", "add_time"})
-        if self.add_time and unused:
-            flags = ", ".join(find_flag(PartitionCommand, name) for name in unused)
-            raise ConfigError(
-                f"--add-time only sorts the edges of {self.data}, so {flags} would have no effect. Leave it "
-                "out, or partition again without --add-time."
-            )
-        added = {} if self.id is None else {"id": self.id}
+        if self.add_time:
+            self._check_add_time()
+
+        source_options = dict(self.source_options)
+        if self.id is not None:
+            source_options["id"] = self.id
         if self.format in LINE_FORMATS:
-            added["format"] = self.format
+            # This is the format of the source. The dataset is written in the default format.
+            source_options["format"] = self.format
             object.__setattr__(self, "format", "dglx")
         elif self.format == "dgl" and self.time is not None:
             raise ConfigError("DGL's files have no order by time. Leave out --time, or use --format dglx.")
         elif self.format not in ("dglx", "dgl"):
             raise ConfigError(
-                f"format is {self.format!r}, but must be 'dglx' or 'dgl', or for a text file of edges one of "
-                f"{', '.join(LINE_FORMATS)}"
+                f"format is {self.format!r}, but must be 'dglx' or 'dgl', "
+                f"or for a text file of edges one of {', '.join(LINE_FORMATS)}"
             )
 
-        object.__setattr__(self, "source_options", {**self.source_options, **added})
+        object.__setattr__(self, "source_options", source_options)
         if self.split is not None:
             check_shares(self.split, self.memory)
         super().__post_init__()
 
+    def _check_add_time(self) -> None:
+        """Raise ConfigError if ``--time`` is missing, or if another option is given that has no effect."""
+        if self.time is None:
+            raise ConfigError("--add-time sorts edges by a column. Name it with --time COLUMN.")
+        unused = sorted(self.given - {"data", "time", "add_time"})
+        if unused:
+            flags = ", ".join(find_flag(PartitionCommand, name) for name in unused)
+            raise ConfigError(
+                f"--add-time only sorts the edges of {self.data}, so {flags} would have no effect. "
+                "Leave it out, or partition again without --add-time."
+            )
+
 
 def check_shares(shares: Sequence[float], memory: object) -> None:
-    """Raise ConfigError unless ``shares`` are three that a split can be drawn of."""
-    if len(shares) != len(SPLITS) or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-9:
+    """Raise ConfigError unless ``shares`` are three that a split can be drawn of, and ``memory`` is None."""
+    # The shares are parsed decimals. Their sum may exceed 1 by a rounding error.
+    is_sum_valid = 0 < sum(shares) <= 1 + 1e-9
+    if len(shares) != len(SPLITS) or min(shares) < 0 or not is_sum_valid:
         raise ConfigError(
             f"--split {','.join(map(str, shares))} must be shares of train, validation and test nodes, "
             "together at most 1, such as 0.8,0.1,0.1"
@@ -162,36 +171,47 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
     from dglx_dist.data.ingest.tensors import draw_split_codes
 
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
-    labelled = {ntype: columns for ntype, columns in node_data.items() if LABEL in columns}
-    without_split = {n: columns for n, columns in labelled.items() if not columns.keys() & {*SPLITS}}
-
-    if not labelled:
-        raise ConfigError(
-            f"--split draws a split of labelled nodes, but the data has no labels (column {LABEL!r}). Add or "
-            "rename a column, or leave --split out."
-        )
-
-    if not without_split:
-        masks = sorted({name for columns in labelled.values() for name in columns.keys() & {*SPLITS}})
-        raise ConfigError(
-            f"--split draws a split of labels without one, but the data has {', '.join(masks)}. Leave "
-            "--split out to use them, or remove them (column 'split' in tables) to draw another split."
-        )
-
-    for ntype, columns in without_split.items():
-        labels = np.asarray(columns[LABEL])
-        labels = labels.reshape(len(labels), -1)
-        has_label: Array = np.all(np.isfinite(labels) if labels.dtype.kind == "f" else labels >= 0, axis=1)
-        (codes,) = draw_split_codes([has_label], int(has_label.sum()), shares, seed)
+    for ntype in _find_types_without_split(node_data):
+        columns = node_data[ntype]
+        has_label = _mark_labelled(np.asarray(columns[LABEL]))
+        num_labelled = int(has_label.sum())
+        (codes,) = draw_split_codes([has_label], num_labelled, shares, seed)
         if not (codes == 0).any():
             raise ConfigError(
-                f"--split {','.join(map(str, shares))} selects no training node of {int(has_label.sum())} "
-                f"labelled nodes of type {ntype!r}. Give the first share a larger value, or label more nodes."
+                f"--split {','.join(map(str, shares))} selects no training node of {num_labelled} "
+                f"labelled nodes of type {ntype!r}. Give the first share a larger value, "
+                "or label more nodes."
             )
-
         columns |= {name: codes == code for code, name in enumerate(SPLITS)}
-
     return replace(graph, node_data=node_data)
+
+
+def _find_types_without_split(node_data: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Return the node types that have labels and no mask. Raise ConfigError if there are none."""
+    labelled = [ntype for ntype, columns in node_data.items() if LABEL in columns]
+    if not labelled:
+        raise ConfigError(
+            f"--split draws a split of labelled nodes, but the data has no labels (column {LABEL!r}). "
+            "Add or rename a column, or leave --split out."
+        )
+
+    masks = {ntype: node_data[ntype].keys() & {*SPLITS} for ntype in labelled}
+    without_split = [ntype for ntype in labelled if not masks[ntype]]
+    if not without_split:
+        names = ", ".join(sorted(set().union(*masks.values())))
+        raise ConfigError(
+            f"--split draws a split of labels without one, but the data has {names}. Leave --split out "
+            "to use them, or remove them (column 'split' in tables) to draw another split."
+        )
+    return without_split
+
+
+def _mark_labelled(labels: Array) -> Array:
+    """Return whether each node has a label. A node without one has NaN, or a negative class."""
+    rows = labels.reshape(len(labels), -1)
+    is_valid = np.isfinite(rows) if rows.dtype.kind == "f" else rows >= 0
+    has_label: Array = np.all(is_valid, axis=1)
+    return has_label
 
 
 def check_time(graph: RawGraph, time: str) -> None:
@@ -200,24 +220,23 @@ def check_time(graph: RawGraph, time: str) -> None:
     from dglx_dist.data.times import find_time_dtype
 
     columns = {etype: data[time] for etype, data in graph.edge_data.items() if time in data}
-    if not columns:
-        known = sorted({name for data in graph.edge_data.values() for name in data})
-        raise ConfigError(
-            f"--time {time}: no edge type has this column (known: {', '.join(known) or 'none'}). Name "
-            "another column, or leave --time out."
-        )
-
     for etype, column in columns.items():
         find_time_dtype(column.dtype.name, column.shape[1:], f"the column {time!r} of {etype}")
+    if not columns:
+        known = ", ".join(sorted(set().union(*graph.edge_data.values()))) or "none"
+        raise ConfigError(
+            f"--time {time}: no edge type has this column (known: {known}). "
+            "Name another column, or leave --time out."
+        )
 
 
 _LONGEST_WAIT_S = 6 * 3600.0
-"""Time-out of waiting for rank 0, which assigns the smallest graph alone. A failed rank is noticed at
-once."""
+"""Time-out of waiting for rank 0, which assigns the smallest graph alone. Failures are noticed at once."""
 
 
 @contextmanager
 def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
+    """Yield the ranks that partition together: those of torchrun, or this process alone."""
     if not is_launched_by_torchrun() or read_topology().world_size == 1:
         yield Ranks()
         return
@@ -230,12 +249,12 @@ def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
     from dglx_dist.comm.collectives import SessionRanks
     from dglx_dist.comm.session import start_session
 
-    # Ranks may have memory limits of their own, and a set has another order in each process.
-    ignored = ("memory", "given")
-    options = {name: str(value) for name, value in vars(config).items() if name not in ignored}
-    with start_session(
-        strategy="partition", options=options, timeout_s=_LONGEST_WAIT_S, device="cpu"
-    ) as session:
+    # The session compares options as text, and the order of a set in its text differs between processes.
+    options = {name: str(value) for name, value in vars(config).items() if name != "given"}
+    # Ranks may have memory limits of their own.
+    del options["memory"]
+    session = start_session(strategy="partition", options=options, timeout_s=_LONGEST_WAIT_S, device="cpu")
+    with session:
         yield SessionRanks(session)
 
 
@@ -254,28 +273,31 @@ def _sort_by_time(folder: Path, time: str) -> None:
 
     dataset = open_dataset(folder)
     columns = find_time_columns(dataset.manifest, time, None)
-    for etype, part in product(columns.edges, range(dataset.manifest.num_parts)):
-        open_part_order(dataset, columns, etype, part, None)
+    for etype in columns.edges:
+        for part in range(dataset.manifest.num_parts):
+            open_part_order(dataset, columns, etype, part, None)
+
     names = ", ".join(":".join(etype) for etype in columns.edges)
-    write(
-        f"sorted the edges {names} by {time!r} ({columns.dtype}): dx.TemporalNeighborSampler(..., {time!r})"
-    )
+    sampler = f"dx.TemporalNeighborSampler(..., {time!r})"
+    write(f"sorted the edges {names} by {time!r} ({columns.dtype}): {sampler}")
 
 
 def _note_missing_columns(
     graph: RawGraph, node_columns: Mapping[str, Mapping[str, Any]], tell: Callable[..., None]
 ) -> None:
-    if not any(LABEL in data for data in node_columns.values()):
-        names = list_possible_labels(node_columns)
-        hint = names and f"; to learn one of {names}, rename it to {LABEL!r}"
+    """Tell the user which columns ``dglx train`` would miss: labels, features of the only type, splits."""
+    if not any(LABEL in columns for columns in node_columns.values()):
+        candidates = list_possible_labels(node_columns)
+        hint = f"; to learn one of {candidates}, rename it to {LABEL!r}" if candidates else ""
         tell(f"note: there are no labels (column {LABEL!r}){hint}")
-    for ntype, data in node_columns.items():
+
+    for ntype, columns in node_columns.items():
         # Models of several types have trainable rows of their own.
-        if graph.is_homogeneous and FEATURE not in data:
-            names = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
-            columns = f"feat_0, feat_1 ... or {FEATURE!r}; other columns: {names}"
-            tell(f"note: there are no features ({columns})")
-        if LABEL in data and not data.keys() & {*SPLITS}:
+        if graph.is_homogeneous and FEATURE not in columns:
+            unused = ", ".join(sorted(columns.keys() - {LABEL, *SPLITS})) or "none"
+            usual_names = f"feat_0, feat_1 ... or {FEATURE!r}"
+            tell(f"note: there are no features ({usual_names}; other columns: {unused})")
+        if LABEL in columns and not columns.keys() & {*SPLITS}:
             nodes = "nodes" if graph.is_homogeneous else f"nodes {ntype!r}"
             tell(
                 f"note: {nodes} have labels, but not the 'split' that `dglx train` needs. Add "
@@ -306,18 +328,17 @@ def _partition(config: PartitionCommand) -> None:
     check_target(out, plan.overwrite)
 
     # This comes first, so that a wrong name fails before minutes of loading.
-    method = plan.partitioner
+    cut = f"{plural(plan.num_parts, 'part')} by {plan.partitioner}"
+    if trainers > 1:
+        cut += f", each for {trainers} trainers"
+
     with _join_ranks(config) as ranks:
+        tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
         if plan.memory is not None:
             return_memory()
         with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
             graph = load_graph(config.data, workspace=workspace, **config.source_options)
-            tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
-            tell(
-                f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
-                f"{plural(plan.num_parts, 'part')} by {method}"
-                + (f", each for {trainers} trainers" if trainers > 1 else "")
-            )
+            tell(f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {cut}")
             if config.split is not None:
                 graph = draw_splits(graph, config.split, plan.seed)
             if config.time is not None:
@@ -326,15 +347,20 @@ def _partition(config: PartitionCommand) -> None:
             _note_missing_columns(graph, node_columns, tell)
             quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
 
+    balance = ", ".join(f"{name} {ratio:.3f}" for name, ratio in quality.balance.items())
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
-        f"replication factor {quality.replication_factor:.2f}; "
-        f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
+        f"replication factor {quality.replication_factor:.2f}; balance {balance}"
     )
     if config.time is not None and ranks.is_first:
         _sort_by_time(out, config.time)
-    for name, reached in quality.missed.items():
-        tell(f"warning: {name} reached {reached:.3f}, more than requested", style="yellow")
-    train = suggest_training_command(out, node_columns, graph.edges, plan.num_parts * trainers)
-    commands = ", ".join(filter(None, [f"dglx inspect {shlex.quote(str(out))}", train]))
-    tell(f"written to {out}" + (f"; next: {commands}" if plan.format == "dglx" else ""))
+    for name, ratio in quality.missed.items():
+        tell(f"warning: {name} reached {ratio:.3f}, more than requested", style="yellow")
+
+    commands = ""
+    if plan.format == "dglx":
+        train = suggest_training_command(out, node_columns, graph.edges, plan.num_parts * trainers)
+        commands = f"; next: dglx inspect {shlex.quote(str(out))}"
+        if train:
+            commands += f", {train}"
+    tell(f"written to {out}{commands}")

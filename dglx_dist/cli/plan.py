@@ -31,13 +31,13 @@ def plan(config: PlanConfig) -> None:
     from dglx_dist.report.tables import build_plan_table, format_plan_head
 
     _check_no_unused_options(config)
-    as_json = config.as_json
-    notify = None if as_json else lambda text: say(f"counting: {text}", "dim")
+    # Standard output is for the result, which may be JSON.
     with redirect_libraries_to_stderr():
-        choice = make_plan(config, notify)
-    if as_json:
+        choice = make_plan(config, None if config.as_json else _show_step)
+    if config.as_json:
         write(json.dumps(choice.to_json()))
         return
+
     for line in format_plan_head(choice).split("\n"):
         write(line)
     show(build_plan_table(choice))
@@ -45,6 +45,10 @@ def plan(config: PlanConfig) -> None:
         write(line)
     if choice.chosen_prediction is not None:
         write(f"next: {_suggest_training(config, choice.chosen_prediction.candidate)}")
+
+
+def _show_step(text: str) -> None:
+    say(f"counting: {text}", "dim")
 
 
 def _suggest_training(config: PlanConfig, candidate: Candidate) -> str:
@@ -56,24 +60,28 @@ def _suggest_training(config: PlanConfig, candidate: Candidate) -> str:
     names += ["seed"] * ("seed" in config.given)
     if candidate.unit == "full_graph":
         names = [name for name in names if name not in _BATCH_OPTIONS]
+
     ranks = config.servers * config.per_server
-    target = f"dglx train {shlex.quote(str(config.data))} --ranks {ranks} --servers {config.servers}"
-    return shlex.join([*shlex.split(f"{target} {candidate.arguments}"), *format_words(config, names)])
+    words = ["dglx", "train", str(config.data)]
+    words += ["--ranks", str(ranks), "--servers", str(config.servers)]
+    words += shlex.split(candidate.arguments)
+    words += format_words(config, names)
+    return shlex.join(words)
 
 
 def _check_no_unused_options(config: PlanConfig) -> None:
+    """Raise ConfigError if torchrun has started this process, or if ``--unit`` makes an option useless."""
     if is_launched_by_torchrun():
         raise ConfigError("dglx plan runs in one process, but torchrun has started this one. Run it alone.")
-    unit = config.unit
-    no_effect = {
-        "is for mini-batches, but --unit full_graph has none. Leave it out, or use --unit any.": (
-            _BATCH_OPTIONS * (unit == "full_graph")
-        ),
-        f"compares whole graphs with mini-batches, but --unit is {unit}. Add --unit any.": (
-            ("full_graph_epochs",) * (unit != "any")
-        ),
-    }
-    for message, names in no_effect.items():
-        for name in names:
-            if name in config.given:
-                raise ConfigError(f"{find_flag(PlanConfig, name)} {message}")
+
+    if config.unit == "full_graph":
+        for name in sorted(config.given.intersection(_BATCH_OPTIONS)):
+            raise ConfigError(
+                f"{find_flag(PlanConfig, name)} is for mini-batches, but --unit full_graph has none. "
+                "Leave it out, or use --unit any."
+            )
+    if config.unit != "any" and "full_graph_epochs" in config.given:
+        raise ConfigError(
+            f"{find_flag(PlanConfig, 'full_graph_epochs')} compares whole graphs with mini-batches, "
+            f"but --unit is {config.unit}. Add --unit any."
+        )

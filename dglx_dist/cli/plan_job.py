@@ -46,8 +46,9 @@ _EPOCH = 1
 
 def read_constraints(plan: PlanConfig) -> ChoiceOptions:
     """Return the constraints of the choice. Without mini-batches, it is among whole graphs."""
-    has_no_batches = plan.unit == "mini_batch" and _plan_draws(plan) is None
-    return replace(plan, unit="full_graph") if has_no_batches else plan
+    if plan.unit == "mini_batch" and _plan_draws(plan) is None:
+        return replace(plan, unit="full_graph")
+    return plan
 
 
 def _plan_draws(plan: PlanConfig) -> Draws | None:
@@ -55,11 +56,10 @@ def _plan_draws(plan: PlanConfig) -> Draws | None:
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Count and time every way to train, and choose one. One process calls it. ``notify`` gets each next
-    step.
+    """Count and time every way to train, and choose one. ``notify`` is told about each step.
 
-    Raises ConfigError if the dataset lacks data for training, or parts for the servers, and StorageError if
-    the dataset is damaged.
+    One process calls this. Raises ConfigError if the dataset lacks data for training, or parts for the
+    servers, and StorageError if the dataset is damaged.
     """
     counts, predictions = measure(plan, notify)
     return choose(predictions, counts, read_constraints(plan))
@@ -71,35 +71,42 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts
     assert folder is not None, "a PlanConfig has a dataset"
     ntype = check_plannable(read_manifest(Path(folder)), folder)
     cluster = build_cluster(plan)
-    threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(min(max(int(cluster.cores), 1), cores))
 
+    # The model is timed with as many threads as a rank of the plan would have.
+    previous_threads = torch.get_num_threads()
+    planned_cores = max(int(cluster.cores), 1)
+    torch.set_num_threads(min(planned_cores, _count_usable_cores()))
     try:
         with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
-            cluster = _with_gpus(plan, cluster, session.device)
+            cluster = _add_gpus(plan, cluster, session.device)
             g = DistGraph(folder, structure="replicated", session=session)
             result = _measure_on(plan, g, ntype, cluster, notify)
             g.close()
     finally:
-        torch.set_num_threads(threads)
-
+        torch.set_num_threads(previous_threads)
     return result
 
 
-def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Cluster:
+def _count_usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _add_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Cluster:
+    """Return ``cluster`` with the memory of a rank's GPU, if ``device`` is one."""
+    limit = plan.device_memory_bytes
     if device.type != "cuda":
-        if plan.device_memory_bytes is not None:
+        if limit is not None:
             raise ConfigError(
-                "--device-memory is for GPUs, but the model is timed on the CPU here. Leave it out, or plan "
-                "on a machine with a GPU."
+                "--device-memory is for GPUs, but the model is timed on the CPU here. "
+                "Leave it out, or plan on a machine with a GPU."
             )
         return cluster
 
-    limit = plan.device_memory_bytes
     if limit is not None:
         return replace(cluster, device_memory_bytes=limit)
-    limit = get_device_memory(device) // -(-plan.ranks_of_machine // count_gpus())
+    # The negations round up: with more ranks than GPUs, some ranks share one.
+    ranks_per_gpu = -(-plan.ranks_of_machine // count_gpus())
+    limit = get_device_memory(device) // ranks_per_gpu
     assumption = f"{limit / 1e9:.1f} GB of GPU memory per rank, as on this machine (--device-memory)"
     return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, assumption))
 
@@ -108,8 +115,8 @@ def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module,
     """Return the model that ``dglx train`` would build for nodes of ``ntype``, and its shape."""
     classes = g.num_classes(ntype)
     if plan.model in RELATIONAL_KINDS:
-        types = [name for name in g.ntypes if FEATURE in g.nodes[name].data]
-        widths = {name: g.nodes[name].data[FEATURE].shape[1] for name in types}
+        columns = {name: g.nodes[name].data for name in g.ntypes}
+        widths = {name: data[FEATURE].shape[1] for name, data in columns.items() if FEATURE in data}
         features = TypedFeatures(etypes=tuple(g.canonical_etypes), widths=widths)
         relational = build_relational(plan, g, widths, classes, [ntype])
         return relational, describe_relational(relational, features, classes, kind=plan.model)
@@ -129,24 +136,32 @@ def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module,
 def _measure_on(
     plan: PlanConfig, g: DistGraph, ntype: str, cluster: Cluster, notify: Notify | None
 ) -> tuple[EpochCounts, list[Prediction]]:
+    """Count and time on the opened graph ``g``. Add an assumption if other programs disturb the timing."""
     with torch.random.fork_rng(devices=[]):
         module, shape = _build_model(plan, g, ntype)
     module.to(g.session.device)
-    cores_here = len(os.sched_getaffinity(0))
-    assumptions = []
-    if cluster.cores > cores_here:
+
+    usable_cores = _count_usable_cores()
+    assumptions = list(batch_assumptions(plan.unit, plan.layers, plan.fanouts))
+    if cluster.cores > usable_cores:
         cores = plural(cluster.cores, "core")
-        assumptions = [f"a rank with {cores} computes as fast as the {cores_here} cores here that timed it"]
-    requested = CountConfig(
+        assumptions.append(
+            f"a rank with {cores} computes as fast as the {usable_cores} cores here that timed it"
+        )
+
+    # The structure has an offset of 8 bytes for each node, and a source of 4 bytes for each edge.
+    structure_bytes = 8 * g.num_nodes() + 4 * g.num_edges()
+    config = CountConfig(
         cluster=cluster,
         draws=_plan_draws(plan),
         caches=g.is_homogeneous,
         ntype=ntype,
-        partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
+        partitioned=_is_partitioned(plan, structure_bytes),
         epoch=_EPOCH,
-        assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
+        assumptions=tuple(assumptions),
     )
-    counts, candidates = count(g, shape, requested, notify)
+    counts, candidates = count(g, shape, config, notify)
+
     if notify is not None:
         notify("the model on some batches and plans")
     begin = _CpuTimes.read()
@@ -154,11 +169,10 @@ def _measure_on(
     foreign_cores = _CpuTimes.read().count_foreign_cores(begin)
     if foreign_cores > _MAX_FOREIGN_CORES:
         warning = (
-            f"other programs used {foreign_cores:.1f} of {cores_here} cores while the model was timed, so "
+            f"other programs used {foreign_cores:.1f} of {usable_cores} cores while the model was timed, so "
             "compute seconds are too long and differ between plans; plan again on an idle machine"
         )
         counts = replace(counts, assumptions=(*counts.assumptions, warning))
-
     return counts, predictions
 
 
@@ -175,7 +189,8 @@ class _CpuTimes:
     @classmethod
     def read(cls) -> "_CpuTimes":
         times = psutil.cpu_times()
-        return cls(time.perf_counter(), times.user + times.nice + times.system, time.process_time())
+        busy = times.user + times.nice + times.system
+        return cls(time.perf_counter(), busy, time.process_time())
 
     def count_foreign_cores(self, begin: "_CpuTimes") -> float:
         """Return how many cores other processes have used on average since ``begin``."""
@@ -186,27 +201,33 @@ class _CpuTimes:
 def build_cluster(plan: PlanConfig) -> Cluster:
     """Return the servers of the plan. Default values are listed as assumptions."""
     assumptions = []
-    rate = plan.external or Rate.parse(_DEFAULT_RATE)
+    external = plan.external or Rate.parse(_DEFAULT_RATE)
     if plan.external is None and plan.servers > 1:
-        assumptions.append(f"{rate} between servers (--bandwidth-external)")
-    inside = _LOOPBACK_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
-    if plan.internal is None and plan.per_server > 1:
-        assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
+        assumptions.append(f"{external} between servers (--bandwidth-external)")
+
+    internal_bytes_per_s = _LOOPBACK_BYTES_PER_S
+    if plan.internal is not None:
+        internal_bytes_per_s = _PAYLOAD * plan.internal.bits_per_s / 8
+    elif plan.per_server > 1:
+        rate = f"{internal_bytes_per_s / 1e9:g} GB/s"
+        assumptions.append(f"{rate} between the ranks of a server (--bandwidth-internal)")
+
     sharing = plan.ranks_of_machine
     where = "all servers share this machine" if plan.here else "each server is like this machine"
     cores = plan.cores
     if cores is None:
-        cores = len(os.sched_getaffinity(0)) / sharing
+        cores = _count_usable_cores() / sharing
         assumptions.append(f"{cores:g} cores per rank: {where} (--cores, --here)")
     memory = plan.memory_bytes
     if memory is None:
         memory = machine_memory()[0] // sharing
         assumptions.append(f"{memory / 1e9:.1f} GB of memory per rank: {where} (--memory)")
+
     return Cluster(
         servers=plan.servers,
         ranks_per_server=plan.per_server,
-        external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
-        internal_bytes_per_s=inside,
+        external_bytes_per_s=_PAYLOAD * external.bits_per_s / 8,
+        internal_bytes_per_s=internal_bytes_per_s,
         cores=cores,
         memory_bytes=memory,
         device_memory_bytes=plan.device_memory_bytes or 0,
@@ -215,10 +236,14 @@ def build_cluster(plan: PlanConfig) -> Cluster:
 
 
 def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
-    # Servers on the same machine map one copy of the structure.
+    """Return whether the servers would cut the structure: on request, or if it fills half of a machine."""
+    if plan.servers == 1:
+        return False
     if plan.structure != "auto":
-        return plan.structure == "partitioned" and plan.servers > 1
-    machine = machine_memory()[0]
+        return plan.structure == "partitioned"
+
+    # Servers on the same machine map one copy of the structure.
+    machine_bytes = machine_memory()[0]
     if plan.memory_bytes is not None:
-        machine = plan.memory_bytes * plan.ranks_of_machine
-    return plan.servers > 1 and structure_bytes > machine // 2
+        machine_bytes = plan.memory_bytes * plan.ranks_of_machine
+    return structure_bytes > machine_bytes // 2

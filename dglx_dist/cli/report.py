@@ -70,29 +70,30 @@ def inspect(config: InspectCommand) -> None:
     dataset = open_dataset(config.folder, verify=config.verify)
     if config.picture is not None:
         check_picture(config.picture, "--picture", PICTURE)
+
     manifest = dataset.manifest
-    quality = dict(dataset.manifest.quality)
-    sizes = count_part_bytes(manifest)
     cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
     write(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
     PlainConsole().print(build_summary_table(summarize_dataset(manifest)))
-    per_part = list_part_columns(quality)
-    shown: dict[str, Any] = {
-        name: [value if isinstance(value, int) else f"{value:.4f}" for value in values]
-        for name, values in per_part.items()
-    }
-    shown["on disk"] = [format_bytes(size) for size in sizes]
-    show(build_parts_table(shown))
+
+    columns = list_part_columns(manifest.quality)
+    cells: dict[str, Any] = {}
+    for name, values in columns.items():
+        cells[name] = [value if isinstance(value, int) else f"{value:.4f}" for value in values]
+    sizes = count_part_bytes(manifest)
+    cells["on disk"] = [format_bytes(size) for size in sizes]
+    show(build_parts_table(cells))
+
     target = config.picture or config.folder / "cache" / PICTURE
     if config.closure:
         _show_closure(dataset, target, config)
-    columns = {**per_part, "MB on disk": [size / 1e6 for size in sizes]}
+    columns["MB on disk"] = [size / 1e6 for size in sizes]
     title = f"{manifest.name}: {cut}"
     draw_or_warn(lambda: draw_parts(columns, target, title=title), target, _ELSEWHERE)
 
 
 def summarize_dataset(manifest: Manifest) -> dict[str, object]:
-    quality = manifest.quality
+    """Return the rows of the first table of ``dglx inspect``: types, columns, quality of the cut, size."""
     rows: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
@@ -100,27 +101,35 @@ def summarize_dataset(manifest: Manifest) -> dict[str, object]:
     for etype, columns in manifest.edge_columns.items():
         name = "edges" if etype == EDGE_TYPE else f"edges {format_type(etype)}"
         rows[name] = f"{manifest.num_edges(etype)}: {_describe_columns(columns)}"
+
+    # Datasets of older versions lack some figures.
+    quality = manifest.quality
     for name in ("edge_cut", "replication_factor"):
-        if isinstance(value := quality.get(name), float):
-            rows[name.replace("_", " ")] = f"{value:.4f}"
+        figure = quality.get(name)
+        if isinstance(figure, float):
+            rows[name.replace("_", " ")] = f"{figure:.4f}"
     balance = quality.get("balance")
     if isinstance(balance, dict):
         rows |= {f"balance {name} (max/mean)": f"{ratio:.4f}" for name, ratio in balance.items()}
+
     trainers = quality.get("trainers")
     if isinstance(trainers, dict):
         rows["trainers"] = f"{trainers['num_parts']}, edge cut {trainers['edge_cut']:.4f}"
-        rows |= {f"balance {name} of trainers": f"{r:.4f}" for name, r in trainers["balance"].items()}
+        for name, ratio in trainers["balance"].items():
+            rows[f"balance {name} of trainers"] = f"{ratio:.4f}"
+
     rows["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
     return rows
 
 
 def _describe_columns(columns: Mapping[str, ColumnInfo]) -> str:
-    # A type is the dtype and shape of one row, like float32[5], or int64 for a number.
-    types = {name: f"{info.dtype}{list(info.row_shape) or ''}" for name, info in columns.items()}
-    return ", ".join(f"{name} {row}" for name, row in types.items()) or "no tensors"
+    """Return names and types of rows, like ``feat float32[5], label int64``."""
+    descriptions = [f"{name} {info.dtype}{list(info.row_shape) or ''}" for name, info in columns.items()]
+    return ", ".join(descriptions) or "no tensors"
 
 
-def list_part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
+def list_part_columns(quality: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the columns of the table of parts that ``quality`` has, by heading."""
     headings = {
         "nodes": "num_nodes", "edges": "num_edges", "halo nodes": "halo_nodes",
         "halo factor": "halo_factor", "remote in-edges": "remote_fraction",
@@ -142,6 +151,7 @@ _CUT_EDGE_BYTES = 100
 
 
 def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
+    """Show and draw the nodes that servers preload by hop. With several types, show only the rows sent."""
     from dglx_dist.graph.analysis import measure_expansion
     from dglx_dist.report.pictures import draw_expansion
     from dglx_dist.report.tables import build_expansion_table
@@ -151,41 +161,51 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     if len(manifest.node_types) > 1 or len(manifest.edge_types) > 1:
         _show_border(dataset, servers)
         return
+
     hops = HOPS if config.hops is None else config.hops
     expansion = measure_expansion(dataset, servers, hops)
     factors = expansion.factors.tolist()
-    foreign = expansion.foreign.max(axis=1).tolist()
-    work = expansion.work.max(axis=1).tolist()
-    show(build_expansion_table(factors, foreign, feature_bytes(manifest), work))
-    target = picture.with_name(f"{picture.stem}-closure.png")
+    most_foreign = expansion.foreign.max(axis=1).tolist()
+    most_work = expansion.work.max(axis=1).tolist()
+    show(build_expansion_table(factors, most_foreign, feature_bytes(manifest), most_work))
     _show_border(dataset, servers)
+
+    target = picture.with_name(f"{picture.stem}-closure.png")
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 
 
 def _show_border(dataset: StoredDataset, servers: int) -> None:
+    """Print how many rows the servers exchange for a layer of all nodes."""
     from dglx_dist.memory import machine_memory
     from dglx_dist.strategies.full_graph.plan_builder import border_rows
 
     manifest = dataset.manifest
-    cut = manifest.quality.get("cut_edges")
-    num_edges = cut if isinstance(cut, int) else sum(map(manifest.num_edges, manifest.edge_types))
-    if _CUT_EDGE_BYTES * num_edges <= machine_memory()[1]:
-        by_type, rows = border_rows(dataset, servers)
-        types = ", ".join(f"{ntype} {count}" for ntype, count in by_type.items())
-        text = f"for a layer of all nodes: {sum(by_type.values())}; {rows} with aggregate=cover"
-        text += f"; by node type: {types}" if len(by_type) > 1 else ""
-    else:
-        text = f"were not counted, because {num_edges} cut edges do not fit in memory"
+    num_edges = manifest.quality.get("cut_edges")
+    if not isinstance(num_edges, int):
+        # Older datasets do not have the figure. All edges are an upper bound.
+        num_edges = sum(map(manifest.num_edges, manifest.edge_types))
+    if _CUT_EDGE_BYTES * num_edges > machine_memory()[1]:
+        write(f"rows between servers were not counted, because {num_edges} cut edges do not fit in memory")
+        return
 
-    write(f"rows between servers {text}")
+    rows_by_type, covered_rows = border_rows(dataset, servers)
+    total = sum(rows_by_type.values())
+    text = f"rows between servers for a layer of all nodes: {total}; {covered_rows} with aggregate=cover"
+    if len(rows_by_type) > 1:
+        types = ", ".join(f"{ntype} {num_rows}" for ntype, num_rows in rows_by_type.items())
+        text += f"; by node type: {types}"
+    write(text)
 
 
 def feature_bytes(manifest: Manifest) -> int:
+    """Return the bytes of a feature row of the first node type, 0 without features."""
     from dglx_dist.data.storage.columns import numpy_dtype
 
     info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
-    return 0 if info is None else numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape)
+    if info is None:
+        return 0
+    return numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape)
 
 
 def report(
@@ -219,8 +239,10 @@ def report(
     trace.json --batches 20:23`
     """
     # A folder that is listed twice is one run.
-    folder, *more = folders = list({path.resolve(): path for path in folders}.values())
-    if folder.is_file() and not more and html is None:
+    folders = list({path.resolve(): path for path in folders}.values())
+    folder = folders[0]
+    is_single = len(folders) == 1
+    if folder.is_file() and is_single and html is None:
         report_trace(folder, read_batches(batches))
         return
     if batches is not None:
@@ -232,8 +254,69 @@ def report(
         check_picture(html, "--html", "page.html")
         check_page(html)
 
+    from dglx_dist.report.run_folder import read_spread
+
+    spreads = dict[Path, Mapping[str, Any]]()
+    for path in folders:
+        with _explain_damage(path):
+            spread = read_spread(path)
+        if spread is not None:
+            spreads[path] = spread
+
+    if html is not None or not is_single:
+        _report_runs(folders, spreads, html)
+    if is_single:
+        with _explain_damage(folder):
+            _report_run(folder, spreads.get(folder))
+
+
+def _report_runs(
+    folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
+) -> None:
+    """Print the figures of runs side by side, with each seed of ``spreads``, and write their page."""
+    from dglx_dist.report.page import render_page, write_page
+    from dglx_dist.report.run_folder import read_run
+    from dglx_dist.report.tables import build_runs_table, spread_cells, summarise
+
+    run_folders = list[Path]()
+    means = dict[str, Mapping[str, tuple[object, str]]]()
+    for folder in folders:
+        spread = spreads.get(folder)
+        if spread is None:
+            run_folders.append(folder)
+            continue
+        with _explain_damage(folder):
+            run_folders += [folder / name for name in spread["runs"]]
+            means[f"{folder}: mean ± std"] = spread_cells(spread)
+
+    names = [folder.resolve().name for folder in run_folders]
+    runs: dict[str, Run] = {}
+    summaries = dict[str, Mapping[str, object]]()
+    for name, folder in zip(names, run_folders, strict=True):
+        title = name
+        if names.count(name) > 1:
+            title = str(folder)
+        with _explain_damage(folder):
+            run = read_run(folder)
+            runs[title] = run
+            summaries[title] = run.summary or summarise({}, run.epochs)
+            # Each run is tried alone, so that the message names the damaged one.
+            if html is None:
+                build_runs_table({title: summaries[title]})
+            else:
+                render_page({title: run}, "")
+
+    if len(runs) > 1:
+        show(build_runs_table(summaries))
+    if html is not None:
+        write_page(runs, html, means)
+        write(f"page: {html}")
+
+
+def _report_run(folder: Path, spread: Mapping[str, Any] | None) -> None:
+    """Print the tables of a run and draw its picture, or print its ``spread`` if it has several seeds."""
     from dglx_dist.report.pictures import draw
-    from dglx_dist.report.run_folder import PICTURE, read_run, read_spread
+    from dglx_dist.report.run_folder import PICTURE, read_run
     from dglx_dist.report.tables import (
         build_epoch_table,
         build_spread_table,
@@ -241,66 +324,24 @@ def report(
         format_run_title,
     )
 
-    spreads = dict[Path, Mapping[str, Any]]()
-    for path in folders:
-        with _explain_damage(path):
-            if (seeds := read_spread(path)) is not None:
-                spreads[path] = seeds
-
-    runs = _report_runs(folders, spreads, html) if more or html is not None else []
-    if more:
+    if spread is not None:
+        show(build_spread_table(spread))
         return
-    with _explain_damage(folder):
-        if folder in spreads:
-            show(build_spread_table(spreads[folder]))
-            return
-        run = runs[0] if runs else read_run(folder)
-        show(partial(build_epoch_table, run.epochs))
-        if run.summary is None:
-            warn(_how_to_resume(folder, run.config))
-            return
-        show(build_summary_table(run.summary))
-        title = format_run_title(run.summary, run.config)
-        draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
+    run = read_run(folder)
+    show(partial(build_epoch_table, run.epochs))
+    if run.summary is None:
+        warn(_how_to_resume(folder, run.config))
+        return
 
-
-def _report_runs(folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Any) -> list[Run]:
-    """Print the figures of runs side by side, with each seed of ``spreads``, and write their page."""
-    from dglx_dist.report.page import render_page, write_page
-    from dglx_dist.report.run_folder import read_run
-    from dglx_dist.report.tables import build_runs_table, spread_cells, summarise
-
-    places = list[Path]()
-    means = dict[str, Mapping[str, tuple[object, str]]]()
-    for folder in folders:
-        with _explain_damage(folder):
-            if folder in spreads:
-                places += [folder / run for run in spreads[folder]["runs"]]
-                means[f"{folder}: mean ± std"] = spread_cells(spreads[folder])
-            else:
-                places.append(folder)
-
-    names = [place.resolve().name for place in places]
-    runs: dict[str, Run] = {}
-    summaries = dict[str, Mapping[str, object]]()
-    for name, folder in zip(names, places, strict=True):
-        title = str(folder) if names.count(name) > 1 else name
-        with _explain_damage(folder):
-            run = runs[title] = read_run(folder)
-            summaries[title] = run.summary or summarise({}, run.epochs)
-            # Each run is tried alone, so that the message names the damaged one.
-            _ = build_runs_table({title: summaries[title]}) if html is None else render_page({title: run}, "")
-
-    if len(runs) > 1:
-        show(build_runs_table(summaries))
-    if html is not None:
-        write_page(runs, html, means)
-        write(f"page: {html}")
-    return list(runs.values())
+    show(build_summary_table(run.summary))
+    title = format_run_title(run.summary, run.config)
+    target = folder / PICTURE
+    draw_or_warn(lambda: draw(run.epochs, target, title=title), target)
 
 
 @contextmanager
 def _explain_damage(path: Path) -> Iterator[None]:
+    """Turn errors that damaged files cause into StorageError with ``path``."""
     try:
         yield
     except DglxError:
@@ -322,10 +363,9 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
     with _explain_damage(path):
         trace = read_trace(path)
         target = path.with_suffix(".png")
-        title = " ".join(
-            [str(trace.facts.get("strategy", path.stem))]
-            + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
-        )
+        title = str(trace.facts.get("strategy", path.stem))
+        for name, value in dict(trace.facts.get("options", {})).items():
+            title += f" {name}={value}"
         write(f"{title}: {describe_overlap(trace)}")
         draw_or_warn(lambda: draw_trace(trace, target, title=title, batches=batches), target)
 

@@ -58,7 +58,10 @@ _AGENT_WAITS_S = 30
 """Seconds that torchrun's agent waits for ranks to end after one has failed. Then it kills them."""
 _BACKEND = "dglx-static"
 """Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
+_DEFAULT_PORT = 29500
+"""torchrun's port of the rendezvous."""
 _PR_SET_NAME = 15
+"""Linux's number of the request that names a process."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +85,9 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     """
     mark_as_parent()
     parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch does not annotate this
-    ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node)) if _can_fork(parsed) else []
+    ranks: list[_ForkedRank] | None = []
+    if _can_fork(parsed):
+        ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node))
     gc.enable()
 
     if ranks is None:
@@ -90,20 +95,12 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         sys.argv[1:] = parsed.training_script_args
         return None
 
-    waiting = dict(enumerate(ranks))
-    signals, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]  # the agent imports this name
-
-    def start(**process: Any) -> object:
-        # A restart is a new process, not a fork.
-        rank = waiting.pop(process["local_rank_id"], None)
-        signals.has_agent = not waiting
-        return rank.start(process["env"]) if rank else start_process(**process)
-
-    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # the agent calls this name with the same arguments
+    signals = _Signals()
+    _start_forks_with_agent(ranks, signals)
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
-        # torchrun would also create such a folder, but not remove it. It is beside FILE.
+        # torchrun would also create such a folder, but not remove it. The folder is beside ``file``.
         parent = None if file is None else file.parent
         with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=parent) as logs:
             parsed.log_dir = parsed.log_dir or logs
@@ -112,58 +109,89 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     except agent.SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
-        if any(failure.exitcode == Stopped.EXIT_CODE for failure in error.failures.values()):
-            return Stopped.EXIT_CODE
-        rank, failure = find_first_failure(error.failures)
-        if signals.first and (_has_lost_peer(failure) or not _read_message(failure)):
-            return 128 + signals.first
-        if file is not None:
-            write_failure(file, rank, failure)
-            return get_exit_code(failure)
-        say(describe(rank, failure), "red")
-        return get_exit_code(failure)
-
+        return _report_failures(error.failures, signals, file)
     return 0
+
+
+def _start_forks_with_agent(ranks: Sequence[_ForkedRank], signals: _Signals) -> None:
+    """Let torchrun's agent start ``ranks`` where it would start processes, and tell ``signals`` about it."""
+    waiting = dict(enumerate(ranks))
+    start_process = agent.get_subprocess_handler  # type: ignore[attr-defined]  # the agent imports this name
+
+    def start(**process: Any) -> object:
+        rank = waiting.pop(process["local_rank_id"], None)
+        signals.has_agent = not waiting
+        if rank is None:
+            # A restarted rank is a new process, not a fork.
+            return start_process(**process)
+        return rank.start(process["env"])
+
+    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # the agent calls this name with the same arguments
+
+
+def _report_failures(failures: dict[Any, ProcessFailure], signals: _Signals, file: Path | None) -> int:
+    """Write the first failure to ``file``, or show it if ``file`` is None. Return the exit code of the run.
+
+    A run that a signal has stopped needs no message.
+    """
+    if any(failure.exitcode == Stopped.EXIT_CODE for failure in failures.values()):
+        return Stopped.EXIT_CODE
+
+    rank, failure = find_first_failure(failures)
+    is_consequence = _has_lost_peer(failure) or not _read_message(failure)
+    if signals.first and is_consequence:
+        return 128 + signals.first
+
+    if file is None:
+        say(describe(rank, failure), "red")
+    else:
+        write_failure(file, rank, failure)
+    return get_exit_code(failure)
 
 
 def _can_fork(parsed: argparse.Namespace) -> bool:
     """Return whether the ranks run ``dglx train`` with this Python and this process's output on CPUs."""
-    words = (word for word in parsed.training_script_args if not word.startswith("-"))
-    is_train = parsed.module and parsed.training_script == "dglx_dist.cli" and next(words, "") == "train"
+    if not parsed.module or parsed.training_script != "dglx_dist.cli":
+        return False
+    words = [word for word in parsed.training_script_args if not word.startswith("-")]
+    if words[:1] != ["train"]:
+        return False
 
+    if parsed.redirects != "0" or parsed.tee != "0":
+        return False
     # Some of these options do not exist in every version of torch.
-    names = "no_python", "run_path", "local_ranks_filter", "numa_binding", "logs_specs"
-    plain = not any(getattr(parsed, name, None) for name in names) and parsed.redirects == parsed.tee == "0"
+    for name in ("no_python", "run_path", "local_ranks_filter", "numa_binding", "logs_specs"):
+        if getattr(parsed, name, None):
+            return False
 
     # GPU drivers do not survive a fork, and asking torch for GPUs would load them.
-    devices = "nvidiactl", "kfd", "dxg"
-    has_gpus = is_built_for_gpus() and any(Path("/dev", name).exists() for name in devices)
-    return is_train and plain and not has_gpus
+    devices = [Path("/dev", name) for name in ("nvidiactl", "kfd", "dxg")]
+    return not (is_built_for_gpus() and any(device.exists() for device in devices))
 
 
-def _fork(count: int) -> list[_ForkedRank] | None:
-    """Import the modules that ranks need and fork ``count`` of them. They wait for their environment.
+def _fork(num_ranks: int) -> list[_ForkedRank] | None:
+    """Import the modules that ranks need and fork ``num_ranks`` ranks. They wait for their environment.
 
     Return None in a rank. This comes before the store of the rendezvous and torchrun's agent, which have
     threads and sockets.
     """
-    if count > 1 and read_settings().omp_threads is None:
+    if num_ranks > 1 and read_settings().omp_threads is None:
         torch.set_num_threads(1)  # as torchrun does
     import dglx_dist.cli.train_job  # noqa: F401
 
     load_kernels(say)
+    # A fork would write the content of these buffers, too.
     sys.stdout.flush()
     sys.stderr.flush()
 
     # The garbage collector of a rank then does not touch these objects, so their pages are not copied.
     gc.freeze()
     ranks: list[_ForkedRank] = []
-    for local_rank in range(count):
+    for local_rank in range(num_ranks):
         rank = _ForkedRank(local_rank, ranks)
         if rank.pid == 0:
             return None
         ranks.append(rank)
-
     return ranks
 
 
@@ -232,10 +260,10 @@ class _OneAddressRendezvous(StaticTCPRendezvous):
         return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # On one machine each attempt has its own store.
-        single = self.world_size == 1
-        if self.rank == 0 and (single or self._store is None):
-            port = 0 if single else self.master_port
+        # With one launcher, each attempt has its own store, because no other launcher knows its port.
+        is_alone = self.world_size == 1
+        if self.rank == 0 and (is_alone or self._store is None):
+            port = 0 if is_alone else self.master_port
             self._store = serve_store(self.master_addr, port, self.world_size, self.timeout)
             self.master_port = self._store.port
         return super().next_rendezvous()
@@ -253,10 +281,11 @@ def _use_one_address(parsed: argparse.Namespace) -> None:
     if parsed.rdzv_backend != "static":
         return
     parsed.rdzv_backend = _BACKEND
-    parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or 29500}"
+    if not parsed.rdzv_endpoint:
+        parsed.rdzv_endpoint = f"{parsed.master_addr}:{parsed.master_port or _DEFAULT_PORT}"
 
     def create(settings: RendezvousParameters) -> StaticTCPRendezvous:
-        host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=29500)
+        host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=_DEFAULT_PORT)
         nodes = settings.max_nodes
         limit_s = int(settings.get("timeout", 600))
         return _OneAddressRendezvous(host, port, parsed.node_rank, nodes, settings.run_id, limit_s)
@@ -276,20 +305,24 @@ class _Signals:
         self._first_s = 0.0
         # The agent installs this function for SIGTERM and SIGINT, and torch before 2.9 has no other way.
         agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # the agent calls it with the same arguments
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._pass_on)
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signal_number, self._pass_on)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        ranks = psutil.Process().children()
-        is_repeated = number == signal.SIGINT and self.first and time.monotonic() - self._first_s > SAME_KEY_S
+    def _pass_on(self, signal_number: int, _frame: FrameType | None) -> None:
+        is_repeated = False
         if not self.first:
-            self.first = number
+            self.first = signal_number
             self._first_s = time.monotonic()
-        for rank in ranks:
+        elif signal_number == signal.SIGINT:
+            # One press of Ctrl-C may arrive twice within a moment.
+            is_repeated = time.monotonic() - self._first_s > SAME_KEY_S
+
+        for rank in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGKILL if is_repeated else signal.SIGTERM)
         if not self.has_agent:
-            raise agent.SignalException("a signal came before ranks were started", signal.Signals(number))
+            message = "a signal came before ranks were started"
+            raise agent.SignalException(message, signal.Signals(signal_number))
 
 
 def find_first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -298,28 +331,31 @@ def find_first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, Proces
     Ranks that lost a peer rank after it, as they fail within the same second. Ranks that did not end, so that
     the agent killed them, come last, because the messages of the others name them.
     """
-    first_message = min((f.timestamp for f in failures.values() if _read_message(f)), default=math.inf)
+    message_times = [failure.timestamp for failure in failures.values() if _read_message(failure)]
+    first_message = min(message_times, default=math.inf)
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+    def get_order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         failure = item[1]
         delay = failure.timestamp - first_message
+        # The agent waits that long before it kills ranks. Times are whole seconds, hence the 1.
         was_stuck = failure.exitcode == -signal.SIGKILL and delay >= _AGENT_WAITS_S - 1
         return was_stuck, _has_lost_peer(failure), failure.timestamp
 
-    return min(failures.items(), key=order)
+    return min(failures.items(), key=get_order)
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
+    """Return the message of a failed rank, or without one, how its process ended."""
     if message := _read_message(failure):
         return f"rank {rank} failed: {message}"
-    process = f"rank {rank} (process {failure.pid})"
-    if failure.exitcode < 0:
-        return (
-            f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. SIGKILL often "
-            "means that the machine ran out of memory. Use fewer ranks or a smaller --batch-size or --fanout."
-        )
 
-    return f"{process} ended with exit code {failure.exitcode}; see its output above"
+    process = f"rank {rank} (process {failure.pid})"
+    if failure.exitcode >= 0:
+        return f"{process} ended with exit code {failure.exitcode}; see its output above"
+    return (
+        f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. SIGKILL often "
+        "means that the machine ran out of memory. Use fewer ranks or a smaller --batch-size or --fanout."
+    )
 
 
 def get_exit_code(failure: ProcessFailure) -> int:
@@ -341,9 +377,14 @@ def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
 
 
 def _read_message(failure: ProcessFailure) -> str:
+    """Return the message that the rank has recorded, or an empty text."""
     # "<N/A>" is torch's placeholder for a rank that left no file.
-    message = failure.error_file_data.get("message", "") if failure.error_file != "<N/A>" else ""
-    return str(message["message"] if isinstance(message, dict) else message)
+    if failure.error_file == "<N/A>":
+        return ""
+    message = failure.error_file_data.get("message", "")
+    if isinstance(message, dict):
+        message = message["message"]
+    return str(message)
 
 
 def _has_lost_peer(failure: ProcessFailure) -> bool:

@@ -1,5 +1,7 @@
 """``dglx train``."""
 
+from __future__ import annotations
+
 import gc
 import signal
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,6 +26,9 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.progress import say
 from dglx_dist.report.tables import plural
 from dglx_dist.training.config import LINK, TrainConfig, count_ranks_per_server
+
+if TYPE_CHECKING:
+    from dglx_dist.cli.train_job import Trained
 
 INTERRUPTED = 128 + signal.SIGINT
 _SIGNAL_CODES = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -43,37 +49,39 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         ConfigError: the servers are uneven, or there are no ranks.
     """
     mark_as_parent()
-    environment = add_secret(
-        build_rank_environment(ranks, ranks_per_server=count_ranks_per_server(ranks, servers))
-    )
+    ranks_per_server = count_ranks_per_server(ranks, servers)
+    environment = add_secret(build_rank_environment(ranks, ranks_per_server=ranks_per_server))
     command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
-    process = subprocess.Popen(command, env=environment)
+    launcher = subprocess.Popen(command, env=environment)
     received = set[int]()
 
-    def pass_on(number: int, _: object) -> None:
-        received.add(number)
-        process.send_signal(number)
+    def pass_on(signal_number: int, _: object) -> None:
+        received.add(signal_number)
+        launcher.send_signal(signal_number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # A shell starts background commands with SIGINT ignored. It must stay ignored then.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, pass_on)
 
-    code = process.wait()
-    # The signal ends a launcher that has not installed its handler yet.
-    code = 128 - code if -code in received else code
-    if code in _SIGNAL_CODES:
-        name = "interrupted" if code == INTERRUPTED else f"ended by {signal.Signals(code - 128).name}"
-        say(
-            f"{name}; the ranks have ended. The same command resumes from the newest checkpoint, if any",
-            "red",
-        )
-
-    if code < 0:
+    # The code is negative if a signal has ended the launcher.
+    code = launcher.wait()
+    if code < 0 and -code not in received:
         name = signal.Signals(-code).name
         say(f"the launcher of the ranks was ended by {name}. The ranks end with it.", "red")
         return 128 - code
 
+    # A signal that was passed on ends a launcher that has not installed its handler yet.
+    if code < 0:
+        code = 128 - code
+    if code in _SIGNAL_CODES:
+        reason = "interrupted"
+        if code != INTERRUPTED:
+            reason = f"ended by {signal.Signals(code - 128).name}"
+        say(
+            f"{reason}; the ranks have ended. The same command resumes from the newest checkpoint, if any",
+            "red",
+        )
     return code
 
 
@@ -119,26 +127,38 @@ def train(config: TrainConfig) -> None:
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers. Set their number with --ranks.")
 
+    # This process is a rank now, or trains alone.
     from dglx_dist.cli.train_job import train_dataset, train_seeds
 
     trained = train_seeds(config) if config.seeds else train_dataset(config)
     if trained.rank == 0:
-        from dglx_dist.report.tables import build_epoch_table, build_spread_table, build_summary_table
-        from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
+        _show_results(config, trained)
 
-        folder = f"{config.out}/seed-N" if config.seeds else config.out
-        weights = f"weights of the best epoch: {folder}/{BEST_WEIGHTS}, of the last: {folder}/{FINAL_WEIGHTS}"
-        outputs = {"predictions": config.predictions, "embeddings": config.save_embeddings}
-        written = "".join(f", {name} to {folder}" for name, folder in outputs.items() if folder)
-        if config.seeds:
-            show(build_spread_table(trained.summary))
-            again = f"dglx report {config.out}, for one seed: {config.out}/seed-{config.seeds[0]}"
-            write(f"written to {config.out}{written}; again: {again}; {weights}")
-            return
 
+def _show_results(config: TrainConfig, trained: Trained) -> None:
+    """Print the tables of a run, and the places of its files."""
+    from dglx_dist.report.tables import build_epoch_table, build_spread_table, build_summary_table
+    from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
+
+    run_folder = config.out
+    repeat = f"dglx report {config.out}"
+    if config.seeds:
+        run_folder = f"{config.out}/seed-N"
+        repeat += f", for one seed: {config.out}/seed-{config.seeds[0]}"
+        show(build_spread_table(trained.summary))
+    else:
         show(partial(build_epoch_table, trained.epochs))
         show(build_summary_table(trained.summary))
-        write(f"written to {config.out}{written}; again: dglx report {config.out}; {weights}")
+
+    written = f"written to {config.out}"
+    if config.predictions:
+        written += f", predictions to {config.predictions}"
+    if config.save_embeddings:
+        written += f", embeddings to {config.save_embeddings}"
+    best = f"{run_folder}/{BEST_WEIGHTS}"
+    last = f"{run_folder}/{FINAL_WEIGHTS}"
+    weights = f"weights of the best epoch: {best}, of the last: {last}"
+    write(f"{written}; again: {repeat}; {weights}")
 
 
 def check_launched(ranks: int | None, servers: int | None) -> None:
@@ -165,38 +185,20 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import resolve_etype
-    from dglx_dist.planner.auto import read_auto_options
     from dglx_dist.planner.workload import check_choosable
     from dglx_dist.registry import AUTO
-    from dglx_dist.strategies.base import STRATEGIES, resolve_strategy
-    from dglx_dist.training.fit_config import check_loop
+    from dglx_dist.strategies.base import resolve_strategy
 
     strategy = resolve_strategy(config.strategy, auto=True)
-    is_auto = strategy == AUTO
-    read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
-    read_options({**read_settings().options, **config.strategy_options})
-
-    if config.task == LINK and not STRATEGIES.get(strategy).traits.on_edges:
-        alternatives = [name for name in STRATEGIES.names() if STRATEGIES.get(name).traits.on_edges]
-        raise ConfigError(
-            f"--task link needs batches of edges, but strategy {strategy!r} has none. Use "
-            f"--strategy {' or '.join(alternatives)}."
-        )
-
-    if config.embeddings and not is_auto and STRATEGIES.get(strategy).traits.features != "rows":
-        raise ConfigError(
-            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch them. Use "
-            "--strategy data_parallel."
-        )
-
-    if not is_auto:
-        check_loop(config, STRATEGIES.get(strategy).traits, strategy)
+    _check_strategy(config, strategy)
     check_request(config.device, read_settings().device)
+
     manifest = read_manifest(Path(config.data))
     for etype_name in config.target:
         resolve_etype(etype_name, manifest.edge_types)
-    if is_auto:
+    if strategy == AUTO:
         check_choosable(manifest, config.data)
+
     num_parts = manifest.num_parts
     num_servers = config.servers or 1
     if num_parts < num_servers:
@@ -205,3 +207,33 @@ def check_before_launch(config: TrainConfig) -> None:
             f"most {num_parts} servers, or partition again with "
             f"`dglx partition DATA --parts {num_servers} --out DIR`."
         )
+
+
+def _check_strategy(config: TrainConfig, strategy: str) -> None:
+    """Raise ConfigError if ``strategy`` does not support its options, the task, or the loop of the run."""
+    from dglx_dist.planner.auto import read_auto_options
+    from dglx_dist.registry import AUTO
+    from dglx_dist.strategies.base import STRATEGIES
+    from dglx_dist.training.fit_config import check_loop
+
+    options = {**read_settings().options, **config.strategy_options}
+    if strategy == AUTO:
+        # The configuration refuses auto for links, and auto compares only strategies that can run.
+        read_auto_options(options)
+        return
+
+    STRATEGIES.get(strategy).read_options(options)
+    traits = STRATEGIES.get(strategy).traits
+    if config.task == LINK and not traits.on_edges:
+        alternatives = [name for name in STRATEGIES.names() if STRATEGIES.get(name).traits.on_edges]
+        raise ConfigError(
+            f"--task link needs batches of edges, but strategy {strategy!r} has none. "
+            f"Use --strategy {' or '.join(alternatives)}."
+        )
+
+    if config.embeddings and traits.features != "rows":
+        raise ConfigError(
+            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch them. "
+            "Use --strategy data_parallel."
+        )
+    check_loop(config, traits, strategy)

@@ -101,15 +101,21 @@ def _resolve_auto(
     """
     if plan.strategy != AUTO:
         return plan, None
+
     assert isinstance(target, str), "auto compares batches of nodes"
+    training = Training(
+        num_layers=plan.layers,
+        kind=None if plan.model_file else plan.model,
+        ntype=target,
+        own_loop=needs_own_loop(plan) is not None,
+        **select_common_fields(plan, Training),
+    )
     folder = Path(plan.out)
-    own_loop = needs_own_loop(plan) is not None
-    kind = None if plan.model_file else plan.model
-    common = select_common_fields(plan, Training)
-    training = Training(num_layers=plan.layers, kind=kind, ntype=target, own_loop=own_loop, **common)
     checkpoints = folder / CHECKPOINTS if plan.resume else None
     candidate, choice = resolve(module, g, training, checkpoints, inputs)
+    # A resumed run keeps the choice that it has written before.
     choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
+
     plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))
     if candidate.cache is not None:
         plan = replace(plan, cache=candidate.cache, cache_alpha=candidate.cache_alpha)
@@ -128,29 +134,29 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
 
     Nodes without features get trainable rows.
     """
-    sizes = (plan.hidden, width, plan.layers, plan.dropout)
     inputs, sparse = _build_inputs(plan, g)
-    if plan.model not in RELATIONAL_KINDS:
-        columns = plan.embeddings if inputs else g.nodes[g.ntypes[0]].data[FEATURE].shape[1]
-        assert columns is not None, "the configuration checks it"
-        if plan.model_file is not None:
-            arguments = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
-            module = run_on_all_ranks(g.session, partial(_load_own_model, plan, arguments), ConfigError)
-            check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
-            return module, inputs, sparse
+    if plan.model in RELATIONAL_KINDS:
+        assert inputs is not None
+        widths = inputs.feature_widths
+        if plan.embeddings not in (None, plan.hidden):
+            widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
+        out_types = None if ntype is None else [ntype]
+        relational = build_relational(plan, g, widths, width, out_types, dropout=plan.dropout)
+        return relational, inputs, sparse
 
-        own: dict[str, Any] = {"teleport": plan.teleport, "recompute": plan.recompute, **plan.between}
-        model: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **own)
-        model.edge_weight = plan.edge_weight
-        return model, inputs, sparse
+    in_dim = plan.embeddings if inputs else g.nodes[g.ntypes[0]].data[FEATURE].shape[1]
+    assert in_dim is not None, "the configuration checks it"
+    sizes = (in_dim, plan.hidden, width, plan.layers, plan.dropout, plan.heads)
+    if plan.model_file is not None:
+        arguments = dict(zip(OWN_ARGUMENTS, (*sizes, g), strict=True))
+        module = run_on_all_ranks(g.session, partial(_load_own_model, plan, arguments), ConfigError)
+        check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
+        return module, inputs, sparse
 
-    assert inputs is not None
-    widths = inputs.feature_widths
-    if plan.embeddings not in (None, plan.hidden):
-        widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
-    out_types = None if ntype is None else [ntype]
-    relational = build_relational(plan, g, widths, width, out_types, dropout=plan.dropout)
-    return relational, inputs, sparse
+    options: dict[str, Any] = {"teleport": plan.teleport, "recompute": plan.recompute, **plan.between}
+    model: Any = build_model(plan.model, *sizes, g, **options)
+    model.edge_weight = plan.edge_weight
+    return model, inputs, sparse
 
 
 def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Module:
@@ -158,36 +164,19 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
     path, _, name = str(plan.model_file).rpartition(":")
     if hashlib.sha256(Path(path).read_bytes()).hexdigest() != plan.model_sha256:
         raise ConfigError(f"{path} differs from the file at the start of the run. Start it again.")
+
     try:
-        make = runpy.run_path(path, run_name="model_file").get(name)
-        if make is None:
-            raise ConfigError(f"there is no {name!r} in it")
-        parameters = inspect.signature(make).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        model = make(**{key: arguments[key] for key in arguments if takes_all or key in parameters})
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"{name} returns {type(model).__name__}, not an nn.Module")
-        sizes = range(2 * plan.layers + 2, 0, -2)
-        blocks = [random_block(b, a, 3 * b, torch.Generator()) for a, b in pairwise(sizes)]
-        for block in blocks if plan.edge_weight else ():
-            column = arguments["graph"].edges[arguments["graph"].canonical_etypes[0]].data[plan.edge_weight]
-            block.edata[plan.edge_weight] = torch.ones(
-                block.num_edges(), *column.shape[1:], dtype=column.dtype
-            )
-
-        with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
-            out = model(
-                blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=find_float_parameter(model).dtype)
-            )
-
-        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        if shape != (2, arguments["classes"]):
-            raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
+        model = _call_own_model(path, name, arguments)
+        _try_own_model(model, plan, arguments)
     except (Exception, SystemExit) as error:
-        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ConfigError):
+            reason = str(error)
+        # The user looks for the last line of the file that ran, not for a line of torch.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
-        reason = f"line {lines[-1]}: {reason}" if lines else reason
+        if lines:
+            reason = f"line {lines[-1]}: {reason}"
         raise ConfigError(
             f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
             f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/own_model.md)."
@@ -199,8 +188,44 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
             f"{plan.model} has no inference_layers() (dglx_dist.training.models), but --predictions, "
             "--save-embeddings and --task link need it. Add it, or leave these options out."
         )
-
     return model
+
+
+def _call_own_model(path: str, name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Call the function or class ``name`` of the file ``path`` with the ``arguments`` that it names."""
+    make = runpy.run_path(path, run_name="model_file").get(name)
+    if make is None:
+        raise ConfigError(f"there is no {name!r} in it")
+
+    parameters = inspect.signature(make).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    model = make(**{key: arguments[key] for key in arguments if takes_all or key in parameters})
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} returns {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _try_own_model(model: nn.Module, plan: TrainConfig, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless ``model`` returns a row of scores for each of 2 targets of random blocks."""
+    # The last block has 2 targets. Each block before it has 2 nodes more.
+    num_nodes = range(2 * plan.layers + 2, 0, -2)
+    blocks = []
+    for num_inputs, num_outputs in pairwise(num_nodes):
+        block = random_block(num_outputs, num_inputs, 3 * num_outputs, torch.Generator())
+        if plan.edge_weight:
+            g = arguments["graph"]
+            column = g.edges[g.canonical_etypes[0]].data[plan.edge_weight]
+            weights_shape = (block.num_edges(), *column.shape[1:])
+            block.edata[plan.edge_weight] = torch.ones(weights_shape, dtype=column.dtype)
+        blocks.append(block)
+
+    dtype = find_float_parameter(model).dtype
+    features = torch.zeros(num_nodes[0], arguments["in_dim"], dtype=dtype)
+    with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
+        scores = model(blocks, features)
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    if shape != (2, arguments["classes"]):
+        raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
 
 
 def _build_inputs(
@@ -209,36 +234,45 @@ def _build_inputs(
     """Return the inputs (None: the features of the only type) and the optimizer of trainable rows."""
     embeddings = {}
     for name in g.ntypes:
-        if plan.model == NO_ENCODER or FEATURE not in g.nodes[name].data:
-            policy = g.get_node_partition_policy(name)
-            count = g.num_nodes(name)
-            width = plan.embeddings or plan.hidden
-            options: dict[str, Any] = {"part_policy": policy, "graph": g, "scale": scale}
-            embeddings[name] = DistEmbedding(count, width, f"{name}-rows", **options)
+        if plan.model != NO_ENCODER and FEATURE in g.nodes[name].data:
+            continue
+        width = plan.embeddings or plan.hidden
+        policy = g.get_node_partition_policy(name)
+        options: dict[str, Any] = {"part_policy": policy, "graph": g, "scale": scale}
+        embeddings[name] = DistEmbedding(g.num_nodes(name), width, f"{name}-rows", **options)
 
     is_relational = plan.model in RELATIONAL_KINDS or plan.model == NO_ENCODER
     if not is_relational and not embeddings:
         return None, None
     inputs = EntityInputs(g, embeddings=embeddings, as_tensor=not is_relational)
-    return inputs, SparseAdam([*embeddings.values()], lr=plan.lr) if embeddings else None
+    optimizer = SparseAdam([*embeddings.values()], lr=plan.lr) if embeddings else None
+    return inputs, optimizer
 
 
 def _choose_decoder(plan: TrainConfig, targets: Sequence[EdgeType]) -> str:
-    return plan.decoder or ("distmult" if len(targets) > 1 else "dot")
+    if plan.decoder:
+        return plan.decoder
+    # A dot product gives the same score for each type of edge.
+    return "distmult" if len(targets) > 1 else "dot"
 
 
 def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) -> Built:
-    decoder = _choose_decoder(plan, targets)
+    """Build an encoder, unless ``plan`` has none, with a decoder that scores edges. Collective."""
+    decoder_type = DECODERS[_choose_decoder(plan, targets)]
     etypes = g.canonical_etypes
-    if plan.model == NO_ENCODER:
-        assert plan.embeddings is not None, "the configuration checks it"
-        module = LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes)
-        return module, *_build_inputs(plan, g, module.decoder.row_scale)
-    encoder, inputs, sparse = build(plan, g, None, plan.hidden)
-    return LinkModel(encoder, DECODERS[decoder](len(etypes), plan.hidden), etypes), inputs, sparse
+    if plan.model != NO_ENCODER:
+        encoder, inputs, sparse = build(plan, g, None, plan.hidden)
+        return LinkModel(encoder, decoder_type(len(etypes), plan.hidden), etypes), inputs, sparse
+
+    assert plan.embeddings is not None, "the configuration checks it"
+    module = LinkModel(None, decoder_type(len(etypes), plan.embeddings), etypes)
+    inputs, sparse = _build_inputs(plan, g, module.decoder.row_scale)
+    return module, inputs, sparse
 
 
 def _check_outputs(plan: TrainConfig, session: Session) -> None:
+    """Raise an error on all ranks if a folder or file of results cannot be written."""
+
     def check() -> None:
         for name in (plan.predictions, plan.save_embeddings):
             if name is not None and session.topology.rank == 0:
@@ -252,27 +286,51 @@ def _check_outputs(plan: TrainConfig, session: Session) -> None:
 def _write_outputs(
     plan: TrainConfig, wrapped: WrappedModel, inputs: EntityInputs | None, g: DistGraph, target: Target
 ) -> None:
-    outputs = [(EMBEDDING, plan.save_embeddings), (PREDICTION, plan.predictions)]
-    if not any(folder for _, folder in outputs):
+    """Write predictions and embeddings to the folders of ``plan``, if any. Every rank must call this."""
+    if plan.predictions is None and plan.save_embeddings is None:
         return
     if isinstance(target, LinkEvaluation):
-        with compute_rows(wrapped, g, inputs) as rows:
-            if plan.save_embeddings is not None:
-                tables = rows if len(rows) > 1 else rows[g.ntypes[0]]
-                write_embeddings(tables, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
-                write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]  # models of links have a decoder
-            if plan.predictions is not None:
-                edges = target.test_edges(wrapped, rows)
-                write_edges(edges, g, plan.predictions, scores=plan.scores, overwrite=True)
+        _write_link_outputs(plan, wrapped, inputs, g, target)
         return
 
     assert isinstance(target, str), "links over time have no outputs"
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have this method
+    options: dict[str, Any] = {"edge_feats": _edge_columns(plan)}
+    if inputs is not None:
+        options["inputs"] = inputs.tensors
+
+    if plan.save_embeddings is not None:
+        embeddings = layerwise_inference(module, g, layers=hidden, **options)
+        tensors = list(flatten(embeddings).values())
+        # If a layer passes on a tuple of rows, the last ones are its own.
+        rows = embeddings if len(g.ntypes) > 1 else tensors[-1]
+        write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+        for tensor in tensors:
+            tensor.delete()
+
+    if plan.predictions is not None:
+        predict = _make_predictor(plan, last)
+        results = layerwise_inference(module, g, layers=[*hidden, predict], ntypes=[target], **options)
+        tensors = list(flatten(results).values())
+        columns: dict[str, Any] = {}
+        if plan.scores:
+            columns["more"] = {SCORES: tensors[1]}
+        if plan.task == CLASSIFICATION:
+            columns["classes"] = g.dataset.manifest.class_names.get(target, ())
+        write_embeddings(tensors[0], g, plan.predictions, name=PREDICTION, overwrite=True, **columns)
+        for tensor in tensors:
+            tensor.delete()
+
+
+def _make_predictor(plan: TrainConfig, last: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the layer ``last`` with predictions, and with ``--scores`` probabilities, as its results."""
 
     def interpret(scores: Tensor) -> tuple[Tensor, ...]:
         predictions = to_predictions(plan.task, scores)
-        return (predictions, to_probabilities(plan.task, scores)) if plan.scores else (predictions,)
+        if not plan.scores:
+            return (predictions,)
+        return predictions, to_probabilities(plan.task, scores)
 
     def predict(block: Any, h: Any) -> Any:
         scores = last(block, h)
@@ -281,28 +339,24 @@ def _write_outputs(
             return {name: interpret(rows) for name, rows in scores.items()}
         return interpret(scores)
 
-    for name, folder in outputs:
-        if folder is None:
-            continue
-        rows = layerwise_inference(
-            module,
-            g,
-            inputs=None if inputs is None else inputs.tensors,
-            layers=hidden if name == EMBEDDING else [*hidden, predict],
-            ntypes=None if name == EMBEDDING else [target],
-            edge_feats=_edge_columns(plan),
-        )
-        tensors = list(flatten(rows).values())
-        several = name == EMBEDDING and len(g.ntypes) > 1
-        columns: dict[str, Any] = {"more": {SCORES: tensors[1]}} if name == PREDICTION and tensors[1:] else {}
-        if name == PREDICTION and plan.task == CLASSIFICATION:
-            columns["classes"] = g.dataset.manifest.class_names.get(target, ())
+    return predict
 
-        # If a layer passes on a tuple of rows, the last ones are its own.
-        own = tensors[-1 if name == EMBEDDING else 0]
-        write_embeddings(rows if several else own, g, folder, name=name, overwrite=True, **columns)
-        for tensor in tensors:
-            tensor.delete()
+
+def _write_link_outputs(
+    plan: TrainConfig,
+    wrapped: WrappedModel,
+    inputs: EntityInputs | None,
+    g: DistGraph,
+    target: LinkEvaluation,
+) -> None:
+    with compute_rows(wrapped, g, inputs) as rows:
+        if plan.save_embeddings is not None:
+            tables = rows if len(rows) > 1 else rows[g.ntypes[0]]
+            write_embeddings(tables, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+            write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]  # models of links have a decoder
+        if plan.predictions is not None:
+            edges = target.test_edges(wrapped, rows)
+            write_edges(edges, g, plan.predictions, scores=plan.scores, overwrite=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,43 +382,65 @@ def train_dataset(plan: TrainConfig) -> Trained:
         module.to(session.device)
         plan, choice = _resolve_auto(plan, g, target, module, inputs)
         plan = fill_defaults(plan)
+
+        # Training may take days, so these checks come before it.
         _check_cache(plan, session)
         check_loop(plan, get_strategy(session).traits, session.strategy)
         _check_outputs(plan, session)
-        writes = session.topology.rank == 0
+        is_writer = session.topology.rank == 0
         config = build_run_config(plan, g, session)
         facts = _configuration(plan, g, folder)
-        before = read_epochs(folder) if plan.resume else None
+        earlier_epochs = read_epochs(folder) if plan.resume else None
 
         def start() -> None:
             # This runs after the checkpoint is loaded, so that a damaged one does not cost earlier results.
-            if writes:
-                start_run(folder, config, before, plan=choice)
-                say(f"learning {describe_target(plan, g, target)}")
-                if plan.task == REGRESSION and g.dataset.manifest.num_classes.get(str(target)) == 2:
-                    say("warning: all labels are 0 or 1. Leave --task out to classify.", style="yellow")
+            if is_writer:
+                start_run(folder, config, earlier_epochs, plan=choice)
+                _announce(plan, g, target)
 
-        append = partial(append_epoch, folder) if writes else lambda _record: None
+        append = partial(append_epoch, folder) if is_writer else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
-        epochs = (*(e for e in before or () if e.epoch < result.first_epoch), *result.epochs)
 
-        # Without patience the figures belong to the last epoch.
-        costs = collect_facts(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
-        summary = summarise(costs, epochs) | {"traffic": result.traffic} | notes
-        if choice is not None:
-            choice["outcome"] = asdict(build_outcome(choice["epoch"], epochs, costs))
-            summary[AUTO] = summarize_plan(choice)
-
-        if result.account:
-            account = {name: value for name, value in result.account.items() if name != "text"}
-            # A resumed run has no account of its earlier epochs.
-            summary["account"] = {"epochs": len(result.epochs), **account}
-
-        if writes and (result.epochs or not (folder / SUMMARY).is_file()):
+        # A resumed run repeats the epochs after its checkpoint.
+        kept = [record for record in earlier_epochs or () if record.epoch < result.first_epoch]
+        epochs = (*kept, *result.epochs)
+        summary = _summarize(plan, session, wrapped, result, epochs, choice) | notes
+        if is_writer and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, format_run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, target)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
+
+
+def _announce(plan: TrainConfig, g: DistGraph, target: Target) -> None:
+    """Say what is learned. Warn if the labels look like classes, but the task is a regression."""
+    say(f"learning {describe_target(plan, g, target)}")
+    if plan.task == REGRESSION and g.dataset.manifest.num_classes.get(str(target)) == 2:
+        say("warning: all labels are 0 or 1. Leave --task out to classify.", style="yellow")
+
+
+def _summarize(
+    plan: TrainConfig,
+    session: Session,
+    wrapped: WrappedModel,
+    result: FitResult,
+    epochs: Sequence[EpochRecord],
+    choice: Any,
+) -> dict[str, object]:
+    """Return the content of ``summary.json``, and add the outcome to ``choice``. Collective."""
+    # Without early stopping the figures belong to the last epoch.
+    reported = result if plan.patience else replace(result, best_epoch=None)
+    costs = collect_facts(wrapped, session, reported)
+    summary = summarise(costs, epochs) | {"traffic": result.traffic}
+    if choice is not None:
+        choice["outcome"] = asdict(build_outcome(choice["epoch"], epochs, costs))
+        summary[AUTO] = summarize_plan(choice)
+
+    if result.account:
+        account = {name: value for name, value in result.account.items() if name != "text"}
+        # A resumed run has no account of its earlier epochs.
+        summary["account"] = {"epochs": len(result.epochs), **account}
+    return summary
 
 
 Target: TypeAlias = str | LinkEvaluation | TemporalLinks
@@ -385,54 +461,46 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
     if not sum(map(g.num_edges, targets)):
         raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}. Name others with --target.")
-    if plan.time is not None:
-        return _prepare_temporal(plan, g, targets)
-    is_new_split = split_edges(g, targets)
 
+    plan = replace(plan, metric=list_metrics(LINK, plan.metric))
+    names = ",".join(relation for _, relation, _ in targets)
+    notes: dict[str, object] = {"task": LINK, "target": names}
+    if plan.time is not None:
+        assert plan.split_time is not None, "the configuration checks it"
+        built = _build_link(plan, g, targets)
+        links = TemporalLinks(
+            g=g,
+            targets=targets,
+            time=plan.time,
+            split_times=plan.split_time,
+            fanouts=fill_defaults(plan).fanouts or (),
+            inputs=built[1],
+            metrics=plan.metric,
+        )
+        train_end, validation_end = plan.split_time
+        notes["edge_split"] = f"up to {train_end}, up to {validation_end}, later, by {plan.time}"
+        return plan, links, built, notes
+
+    is_new_split = split_edges(g, targets)
+    notes["edge_split"] = "80 / 10 / 10, keyed by the ends" if is_new_split else "masks of the dataset"
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
+        shown_names = ", ".join(relation for _, relation, _ in targets[:3])
         raise ConfigError(
             f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has none of "
-            f"{', '.join(relation for _, relation, _ in targets[:3])}. Mark some with test_mask, name others "
-            "with --target, or leave --predictions out."
+            f"{shown_names}. Mark some with test_mask, name others with --target, or leave "
+            "--predictions out."
         )
-
-    notes: dict[str, object] = {
-        "task": LINK,
-        "target": ",".join(relation for _, relation, _ in targets),
-        "edge_split": "80 / 10 / 10, keyed by the ends" if is_new_split else "masks of the dataset",
-    }
-    plan, built = replace(plan, metric=list_metrics(LINK, plan.metric)), _build_link(plan, g, targets)
-    return plan, LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric), built, notes
-
-
-def _prepare_temporal(
-    plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]
-) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
-    """Return what :func:`_prepare` returns, for links over time. Every rank must call this."""
-    time, split_time = plan.time, plan.split_time
-    assert time is not None and split_time is not None, "the configuration checks it"  # noqa: PT018
-    plan = replace(plan, metric=list_metrics(LINK, plan.metric))
     built = _build_link(plan, g, targets)
-    fanouts = fill_defaults(plan).fanouts or ()
-    target = TemporalLinks(
-        g=g,
-        targets=targets,
-        time=time,
-        split_times=split_time,
-        fanouts=fanouts,
-        inputs=built[1],
-        metrics=plan.metric,
-    )
-    names = ",".join(relation for _, relation, _ in targets)
-    split = f"up to {split_time[0]}, up to {split_time[1]}, later, by {time}"
-    return plan, target, built, {"task": LINK, "target": names, "edge_split": split}
+    evaluation = LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric)
+    return plan, evaluation, built, notes
 
 
 def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
     """Return the task with its size, like ``classification, 7 classes``."""
     if not isinstance(target, str):
-        names = ", ".join(relation for _, relation, _ in target.targets[:3])
-        names = names if len(target.targets) <= 3 else f"{len(target.targets)} edge types"
+        names = f"{len(target.targets)} edge types"
+        if len(target.targets) <= 3:
+            names = ", ".join(relation for _, relation, _ in target.targets)
         return f"link prediction on {names}, decoder {_choose_decoder(plan, target.targets)}"
 
     if plan.task == CLASSIFICATION:
@@ -440,24 +508,28 @@ def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
     width = math.prod(g.nodes[target].data[LABEL].shape[1:])
     if plan.task == MULTILABEL:
         return f"{plan.task}, {width} labels"
-    return plan.task if width == 1 else f"{plan.task}, {width} numbers (0 and 1 only would be multilabel)"
+    if width == 1:
+        return plan.task
+    return f"{plan.task}, {width} numbers (0 and 1 only would be multilabel)"
 
 
 def train_seeds(plan: TrainConfig) -> Trained:
     """Train once with each of the seeds, and write ``summary.json`` for all. Every rank must call it."""
-    folder = Path(plan.out)
-    runs = []
+    runs = {}
     for seed in plan.seeds:
         name = f"seed-{seed}"
-        paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
-        seed_paths: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
-        runs.append(train_dataset(replace(plan, seed=seed, seeds=(), **seed_paths)))
+        paths: dict[str, Any] = {"out": str(Path(plan.out, name))}
+        if plan.predictions:
+            paths["predictions"] = str(Path(plan.predictions, name))
+        if plan.save_embeddings:
+            paths["save_embeddings"] = str(Path(plan.save_embeddings, name))
+        trained = train_dataset(replace(plan, seed=seed, seeds=(), **paths))
+        runs[name] = trained.summary
 
-    last = runs[-1]
-    summary = spread({f"seed-{seed}": run.summary for seed, run in zip(plan.seeds, runs, strict=True)})
-    if last.rank == 0:
-        run_folder.write_json(folder / SUMMARY, summary)
-    return replace(last, summary=summary)
+    summary = spread(runs)
+    if trained.rank == 0:
+        run_folder.write_json(Path(plan.out) / SUMMARY, summary)
+    return replace(trained, summary=summary)
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
@@ -472,16 +544,17 @@ def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, o
 
 def fill_defaults(plan: TrainConfig) -> TrainConfig:
     """Return ``plan`` with the defaults of its strategy for batches and loader."""
-    fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
     batch_size = default_batch_size(plan.strategy)
-    ahead = None if batch_size is None else 1
-    return replace(
-        plan,
-        fanouts=fanouts,
-        batch_size=batch_size if plan.batch_size is None else plan.batch_size,
-        depth=ahead if plan.depth is None else plan.depth,
-        loader_threads=ahead if plan.loader_threads is None else plan.loader_threads,
-    )
+    # Without batches, no loader prepares them ahead of training.
+    num_ahead = None if batch_size is None else 1
+    defaults = {
+        "fanouts": default_fanouts(plan.strategy, plan.layers),
+        "batch_size": batch_size,
+        "depth": num_ahead,
+        "loader_threads": num_ahead,
+    }
+    missing: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(plan, name) is None}
+    return replace(plan, **missing)
 
 
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
@@ -490,21 +563,21 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
         check_choosable(g.dataset.manifest, plan.data)
     ntype = find_labelled_type(g)
     columns = {name: g.nodes[name].data for name in g.ntypes}
-    data = columns[ntype]
-    missing = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}). "
-    if LABEL not in data:
+    known = ", ".join(columns[ntype]) or "none"
+    if LABEL not in columns[ntype]:
         remedy = "Partition a graph that has it (docs/guides/your_data.md names the columns)"
-        if names := list_possible_labels(columns):
-            remedy = f"Rename one of {names} to {LABEL!r} in nodes.csv or the .npz, and partition again"
+        candidates = list_possible_labels(columns)
+        if candidates:
+            remedy = f"Rename one of {candidates} to {LABEL!r} in nodes.csv or the .npz, and partition again"
         if plan.task == AUTO_TASK:
             command = suggest_training_command(plan.data, columns, g.canonical_etypes)
             remedy += f", or predict edges: {command}"
-        raise ConfigError(missing.format(LABEL) + remedy)
+        raise ConfigError(f"{g.dataset.folder} has no node data {LABEL!r} (known: {known}). {remedy}")
 
-    if SPLITS[0] not in data:
+    if SPLITS[0] not in columns[ntype]:
         raise ConfigError(
-            missing.format(SPLITS[0])
-            + "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
+            f"{g.dataset.folder} has no node data {SPLITS[0]!r} (known: {known}). "
+            "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
             "val_mask and test_mask to the .npz, and partition again."
         )
 
@@ -516,28 +589,29 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the model supports the types of ``g`` and has rows for all nodes."""
-    where = g.dataset.folder
-    relational = plan.model in RELATIONAL_KINDS
-    if not relational and not g.is_homogeneous:
-        link = ", or --model none --embeddings 64, which scores trainable rows" if plan.task == LINK else ""
+    folder = g.dataset.folder
+    columns = {name: g.nodes[name].data for name in g.ntypes}
+    is_relational = plan.model in RELATIONAL_KINDS
+    if not is_relational and not g.is_homogeneous:
+        remedy = f"Use --model {' or '.join(RELATIONAL_KINDS)}"
+        if plan.task == LINK:
+            remedy += ", or --model none --embeddings 64, which scores trainable rows"
         raise ConfigError(
-            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
-            f"{plan.model} supports one of each. Use --model {' or '.join(RELATIONAL_KINDS)}{link}, or write "
-            "a loop like examples/07_rgcn.py."
+            f"{folder} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
+            f"{plan.model} supports one of each. {remedy}, or write a loop like examples/07_rgcn.py."
         )
 
     # A relational model has trainable rows for nodes without features.
-    if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
-        columns = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
+    if not is_relational and plan.embeddings is None and FEATURE not in columns[g.ntypes[0]]:
+        known = ", ".join(columns[g.ntypes[0]]) or "none"
         raise ConfigError(
-            f"{where} has no node data {FEATURE!r} (known: {columns}). Add trainable rows with --embeddings "
-            "64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
+            f"{folder} has no node data {FEATURE!r} (known: {known}). Add trainable rows with "
+            "--embeddings 64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
         )
 
-    for name in g.ntypes:
-        shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
-        if len(shape) != 2:
-            raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}, but must be (N, F)")
+    for data in columns.values():
+        if FEATURE in data and len(data[FEATURE].shape) != 2:
+            raise ConfigError(f"{FEATURE!r} of {folder} has shape {data[FEATURE].shape}, but must be (N, F)")
 
 
 def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
@@ -546,28 +620,29 @@ def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
 
 def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the edges have the column. Report an unused column with a usual name."""
-    where = g.dataset.folder
     name = plan.edge_weight
-    etype = g.canonical_etypes[0]
-    shapes = {key: tuple(column.shape[1:]) for key, column in g.edges[etype].data.items()}
-    fitting = [key for key, shape in shapes.items() if shape in ((), (1,))]
+    columns = g.edges[g.canonical_etypes[0]].data
+    # A weight is one number per edge.
+    candidates = [key for key, column in columns.items() if tuple(column.shape[1:]) in ((), (1,))]
     if name is None:
-        unused = next((key for key in _USUAL_WEIGHTS if key in fitting), None)
-        if unused is not None and plan.model_file is None and g.session.topology.rank == 0:
-            models = list_kinds(WEIGHTED)
-            say(f"edge column {unused!r} is not used. --edge-weight {unused} multiplies messages ({models}).")
+        unused = [key for key in _USUAL_WEIGHTS if key in candidates]
+        if unused and plan.model_file is None and g.session.topology.rank == 0:
+            say(
+                f"edge column {unused[0]!r} is not used. --edge-weight {unused[0]} multiplies messages "
+                f"({list_kinds(WEIGHTED)})."
+            )
         return
 
-    if name not in fitting:
+    if name not in candidates:
+        known = ", ".join(candidates) or "none"
         raise ConfigError(
-            f"--edge-weight {name}: {where} has no edge column of that name with one number per edge (known: "
-            f"{', '.join(fitting) or 'none'}). Use one of these, or partition a graph that has it."
+            f"--edge-weight {name}: {g.dataset.folder} has no edge column of that name with one number "
+            f"per edge (known: {known}). Use one of these, or partition a graph that has it."
         )
-
     if not get_strategy(g.session).traits.own_loop:
         raise ConfigError(
-            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge columns. "
-            "Leave it out, or use --strategy data_parallel."
+            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge "
+            "columns. Leave it out, or use --strategy data_parallel."
         )
 
 
@@ -575,13 +650,19 @@ _USUAL_WEIGHTS = ("weight", "weights", "edge_weight", "edge_weights", "w")
 
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
+    """Raise ConfigError if ``--cache`` keeps feature rows, but the strategy fetches none in training."""
+    if not plan.cache:
+        return
     traits = get_strategy(session).traits
-    has_rows = traits.features == "rows" and traits.unit != "full_graph"
-    if plan.cache and not has_rows and (plan.cache, traits.features) != (LOOK_AHEAD, "columns"):
-        raise ConfigError(
-            f"--cache {plan.cache} keeps feature rows of other servers, but strategy {session.strategy!r} "
-            "moves none in training. Leave --cache out, or use strategy data_parallel."
-        )
+    if traits.features == "rows" and traits.unit != "full_graph":
+        return
+    # Columns of features can be fetched ahead, but not chosen by how often they are needed.
+    if traits.features == "columns" and plan.cache == LOOK_AHEAD:
+        return
+    raise ConfigError(
+        f"--cache {plan.cache} keeps feature rows of other servers, but strategy {session.strategy!r} "
+        "moves none in training. Leave --cache out, or use strategy data_parallel."
+    )
 
 
 def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
@@ -618,40 +699,36 @@ def _fit(
     begin: Callable[[], None],
     after_epoch: Callback,
 ) -> tuple[WrappedModel, FitResult]:
+    """Train the built model. ``begin`` is called before the first epoch. Every rank must call this."""
     module, inputs, sparse = built
     # A cache that auto chose has been filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, target, plan.cache)
-    folder = Path(plan.out) / CHECKPOINTS
+
     options = select_common_fields(plan, FitConfig)
-    options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
-    loading: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
-    loading = {name: value for name, value in loading.items() if value is not None}
-    if isinstance(target, str):
-        options |= {"ntype": target, "edge_feats": _edge_columns(plan)}
-        loading |= {"fanouts": plan.fanouts, "batch_size": plan.batch_size}
-        options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
-    else:
-        options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
-        options["evaluate"] = target
-        loading |= {"batch_size": plan.batch_size or 512, "negatives": plan.negatives}
-        make_loader: Callable[..., Any] = link_loader
-        if isinstance(target, TemporalLinks):
-            make_loader = target.train_loader
-        else:
-            loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts, "inputs": inputs}
-
-        loading = {"loader": make_loader(g, target.targets, **loading)}
-
-    settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
-    settings |= {"momentum": plan.momentum} if plan.momentum else {}
-
     # The option is the name of a loss for --task link, but the field is a function.
     del options["loss"]
+    options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
+    options["checkpoint_folder"] = Path(plan.out) / CHECKPOINTS
+    options["weights_folder"] = plan.out
+    loading: dict[str, Any] = {}
+    if isinstance(target, str):
+        loading = _list_loader_options(plan, fanouts=plan.fanouts, batch_size=plan.batch_size)
+        options |= {"ntype": target, "edge_feats": _edge_columns(plan)}
+        # Models without layers for inference are evaluated on neighbourhoods of this depth.
+        options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
+    else:
+        loading["loader"] = _make_link_loader(plan, g, target, inputs)
+        options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
+        options["evaluate"] = target
+
+    settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
+    if plan.momentum:
+        settings["momentum"] = plan.momentum
     return fit(
         module,
         g,
-        config=FitConfig(**options, checkpoint_folder=folder, weights_folder=plan.out),
+        config=FitConfig(**options),
         make_optimizer=partial(_OPTIMIZERS[plan.optimizer], **settings),
         callbacks=[after_epoch],
         sparse=sparse,
@@ -659,21 +736,47 @@ def _fit(
     )
 
 
+def _list_loader_options(plan: TrainConfig, **options: Any) -> dict[str, Any]:
+    """Return ``options`` of a loader with those of its threads. A loader has defaults for missing ones."""
+    if plan.depth is not None:
+        options["depth"] = plan.depth
+    if plan.loader_threads is not None:
+        options["num_threads"] = plan.loader_threads
+    return options
+
+
+def _make_link_loader(
+    plan: TrainConfig, g: DistGraph, target: LinkEvaluation | TemporalLinks, inputs: EntityInputs | None
+) -> Any:
+    """Return the loader of training edges. Every rank must call this."""
+    batch_size = plan.batch_size or 512
+    options = _list_loader_options(plan, batch_size=batch_size, negatives=plan.negatives)
+    if isinstance(target, TemporalLinks):
+        return target.train_loader(g, target.targets, **options)
+    fanouts = None if plan.model == NO_ENCODER else plan.fanouts
+    return link_loader(g, target.targets, fanouts=fanouts, inputs=inputs, **options)
+
+
 _OPTIMIZERS = {
-    kind.__name__.lower(): kind
-    for kind in (
-        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop),
-    )
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
 }
 
 
 def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str) -> None:
+    """Keep feature rows of other servers, as ``--cache`` says. Every rank must call this."""
     sampling: dict[str, Any] = {}
     if policy == "vip":
+        # This policy counts how often the batches of an epoch need each row.
         if not isinstance(target, str):
             raise ConfigError("--cache vip counts batches of nodes. Use lookahead with --task link.")
-        sampling = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
+        sampling["fanouts"] = list(plan.fanouts or ())
+        sampling["batch_size"] = plan.batch_size
         sampling["seeds"] = {target: training_nodes(g, target)}
+
     for name in g.ntypes:
         if FEATURE in g.nodes[name].data:
             g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy, ntype=name, **sampling)

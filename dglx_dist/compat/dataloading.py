@@ -28,24 +28,28 @@ from dglx_dist.strategies.data_parallel import DataParallel
 
 
 class _Epochs(ABC):
+    """Base of loaders that work with ``for`` and, like DGL's, with ``next(loader)``."""
+
     _running: Iterator[Any] | None = None
+    """Batches of the epoch that ``next(loader)`` has begun."""
 
     @abstractmethod
     def _batches(self) -> Iterator[Any]: ...
 
     def __iter__(self) -> Iterator[Any]:
-        # It is not stored in _running. Leaving a loop early then closes the generator, and its finally block
-        # runs at once.
+        # The batches are not stored in _running. Leaving a loop early then closes the generator, and its
+        # finally block runs at once.
         self._running = None
         return self._batches()
 
     def __next__(self) -> Any:
-        self._running = self._running or self._batches()
+        if self._running is None:
+            self._running = self._batches()
         return next(self._running)
 
     @property
     def expected_idxs(self) -> int:
-        return len(self)  # type: ignore[arg-type]  # every one has a length
+        return len(self)  # type: ignore[arg-type]  # every loader has a length
 
 
 @final
@@ -104,19 +108,20 @@ class DistDataLoader(_Epochs):
     def _batches(self) -> Iterator[Any]:
         order = self._order
         schedule = self._schedule()
+        weight = 1
+        if schedule is self._own:
+            # DistributedDataParallel weighs ranks equally, however many items each has.
+            weight = self._session.topology.world_size
 
-        # DistributedDataParallel weighs ranks equally, however many items each has.
-        weight = self._session.topology.world_size if schedule is self._own else 1
-
-        def make(step: int) -> Any:
+        def build_batch(step: int) -> Any:
             positions = order[schedule.slice_seeds(step)].tolist()
-            return self.collate_fn([_item(self.dataset[at]) for at in positions])
+            return self.collate_fn([_to_python(self.dataset[position]) for position in positions])
 
         steps = range(schedule.num_steps)
+        depth = max(self.queue_size, 1)
+        num_threads = int(self.queue_size > 0)
         try:
-            depth = max(self.queue_size, 1)
-            num_threads = int(self.queue_size > 0)
-            batches = run_ahead(make, steps, depth=depth, num_threads=num_threads)
+            batches = run_ahead(build_batch, steps, depth=depth, num_threads=num_threads)
             for step, batch in zip(steps, batches, strict=True):
                 share = schedule.share(step)
                 self._session.step_share = replace(share, num_global=share.num_global * weight)
@@ -136,10 +141,14 @@ class DistDataLoader(_Epochs):
         return self._common
 
 
-def _item(item: Any) -> Any:
+def _to_python(item: Any) -> Any:
+    """Return an id, or the id of a (type, id) pair, as a number of Python."""
     if isinstance(item, tuple):
-        return (item[0], _item(item[1]))
-    return item.item() if isinstance(item, Tensor | np.generic) else item
+        type_name, node_id = item
+        return type_name, _to_python(node_id)
+    if isinstance(item, Tensor | np.generic):
+        return item.item()
+    return item
 
 
 class _Loader(_Epochs):
@@ -164,6 +173,7 @@ class _Loader(_Epochs):
     def __len__(self) -> int:
         if self._needs_wrap or not self._ends_early:
             return len(self._inner)
+        # The negations round up: the last batch may be incomplete.
         num_local, _ = self._inner.num_epoch_targets
         return -(-num_local // self._batch_size)
 
@@ -177,23 +187,26 @@ class _Loader(_Epochs):
         self._inner.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
-        if self._needs_wrap and not self._g.session.has_wrapped_model:
+        session = self._g.session
+        if self._needs_wrap and not session.has_wrapped_model:
             raise ConfigError(
-                f"strategy {self._g.session.strategy!r} works inside the model. Replace "
+                f"strategy {session.strategy!r} works inside the model. Replace "
                 "DistributedDataParallel by model = dglx_dist.wrap(model, g), or use strategy data_parallel."
             )
-        for batch in self._inner:
-            blocks = batch[-1]
+
+        for input_nodes, *pairs, blocks in self._inner:
             share = blocks[-1].step_share
             if share is not None and share.num_local == 0 and self._ends_early:
                 return
             if self._drops_empty_types:
                 blocks = [remove_empty_types(block) for block in blocks]
-            remember_batch(self._g, batch[0], blocks)
-            for graph in (*batch[1:-1], *blocks):
+            remember_batch(self._g, input_nodes, blocks)
+
+            # Between the nodes and the blocks are output nodes, or the graphs of pairs.
+            for graph in (*pairs, *blocks):
                 if isinstance(graph, dgl.DGLGraph):
                     show_ids(self._g, graph)
-            yield (*batch[:-1], blocks)
+            yield (input_nodes, *pairs, blocks)
 
 
 @final
@@ -238,80 +251,101 @@ class DistEdgeDataLoader(_Loader):
         self, g: DistGraph, eids: Any, graph_sampler: Any, device: Any = None, **kwargs: Any
     ) -> None:
         inner = inner_graph(g)
-        sampling = kwargs.pop("g_sampling", None)
-        if sampling is not None and inner_graph(sampling) is not inner:
+        sampled_graph = kwargs.pop("g_sampling", None)
+        if sampled_graph is not None and inner_graph(sampled_graph) is not inner:
             raise ConfigError("g_sampling is not the graph of the edges, which is sampled. Leave it out.")
-        options = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}
+
+        options = _options(kwargs, device) | _edge_options(g, inner, kwargs)
         opened = _open(inner)
-        ours = map_each_type(find_our_edges, inner, eids)
-        super().__init__(opened, opened.edge_loader(ours, graph_sampler, **options), options)
+        our_eids = map_each_type(find_our_edges, inner, eids)
+        super().__init__(opened, opened.edge_loader(our_eids, graph_sampler, **options), options)
 
 
 def _open(g: InnerDistGraph) -> OpenedStrategy:
     """Open the session's strategy, or data_parallel under ``torch.no_grad()``. Its blocks suit any model."""
-    return open_strategy(g) if torch.is_grad_enabled() else DataParallel(g.session, {}).open(g)
+    if torch.is_grad_enabled():
+        return open_strategy(g)
+    return DataParallel(g.session, {}).open(g)
 
 
 def _options(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    options = {name: value for name, value in kwargs.items() if name != "queue_size"}
-    if kwargs.get("queue_size") is not None:
-        options["depth"] = kwargs["queue_size"]
-    return {**options, "device": "cpu" if device is None else device}
+    """Return the options of our loader for those of DGL's."""
+    options = dict(kwargs)
+    queue_size = options.pop("queue_size", None)
+    if queue_size is not None:
+        options["depth"] = queue_size
+    options["device"] = "cpu" if device is None else device
+    return options
 
 
 def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of our edge loader. Functions of the script get and return DGL's edge ids."""
     exclude = kwargs.get("exclude")
-    reverse = kwargs.get("reverse_eids")
-    if exclude != "reverse_id":
-        # DGL reads it only in that mode.
-        reverse = None
-    elif _is_identity(reverse):
-        warn_user(
-            "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded. "
-            "dglx_dist.reverse_edge_ids(g.inner) finds them."
-        )
-        exclude, reverse = "self", None
+    reverse_eids = None
+    if exclude == "reverse_id":
+        # DGL reads this option only in that mode.
+        reverse_eids = kwargs.get("reverse_eids")
+        if _is_identity(reverse_eids):
+            warn_user(
+                "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded. "
+                "dglx_dist.reverse_edge_ids(g.inner) finds them."
+            )
+            exclude = "self"
+            reverse_eids = None
 
-    etypes = kwargs.get("reverse_etypes") if exclude == "reverse_types" else None
-    negative = kwargs.get("negative_sampler")
-
-    # Negative samplers of DGL and of this package are read, not called.
-    is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
-    if callable(negative) and not is_known:
-        negative = partial(_call_negative_sampler, negative, g, inner)
+    reverse_etypes = None
+    if exclude == "reverse_types":
+        reverse_etypes = kwargs.get("reverse_etypes")
     if callable(exclude):
         exclude = partial(_call_exclude, exclude, inner)
+
+    # Negative samplers of DGL and of this package are read, not called.
+    negative_sampler = kwargs.get("negative_sampler")
+    is_known = type(negative_sampler).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
+    if callable(negative_sampler) and not is_known:
+        negative_sampler = partial(_call_negative_sampler, negative_sampler, g, inner)
     return {
         "exclude": exclude,
-        "reverse_eids": map_each_type(_convert_reverse, inner, reverse),
-        "reverse_etypes": etypes,
-        "negative_sampler": negative,
+        "reverse_eids": map_each_type(_convert_reverse, inner, reverse_eids),
+        "reverse_etypes": reverse_etypes,
+        "negative_sampler": negative_sampler,
     }
 
 
-def _is_identity(reverse: object) -> bool:
-    if not isinstance(reverse, Tensor | np.ndarray | list):
+def _is_identity(reverse_eids: object) -> bool:
+    if not isinstance(reverse_eids, Tensor | np.ndarray | list):
         return False
-    ids = as_array(reverse)
+    ids = as_array(reverse_eids)
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _convert_reverse(store: KVStore, etype: Any, reverse: Any) -> Any:
+def _convert_reverse(store: KVStore, etype: Any, reverse_eids: Any) -> Any:
+    """Return a script's table of reverse edges with our ids, as its positions and as its values."""
     ids = get_edge_ids(store, etype)
-    # Tensors of dglx_dist, like the result of reverse_edge_ids, have its ids.
-    if ids is None or reverse is None or isinstance(reverse, InnerTensor) or len(reverse) != len(ids.ours):
-        return inner_tensor(reverse)
-    table = as_array(reverse.to_local() if isinstance(reverse, DistTensor) else reverse)
-    return torch.from_numpy(np.where(table < 0, table, ids.ours[table])[ids.source])
+    if ids is None or reverse_eids is None:
+        return inner_tensor(reverse_eids)
+    # Tensors of dglx_dist, like the result of reverse_edge_ids, have our ids already. A table of another
+    # length is refused later.
+    if isinstance(reverse_eids, InnerTensor) or len(reverse_eids) != len(ids.ours):
+        return inner_tensor(reverse_eids)
+
+    if isinstance(reverse_eids, DistTensor):
+        reverse_eids = reverse_eids.to_local()
+    table = as_array(reverse_eids)
+    # Negative ids stand for edges without a reverse.
+    our_values = np.where(table < 0, table, ids.ours[table])
+    return torch.from_numpy(our_values[ids.source])
 
 
 def _call_exclude(exclude: Any, g: InnerDistGraph, edges: Any) -> Any:
     excluded = exclude(map_each_type(find_shown_edges, g, edges))
-    return None if excluded is None else map_each_type(find_our_edges, g, excluded)
+    if excluded is None:
+        return None
+    return map_each_type(find_our_edges, g, excluded)
 
 
-def _call_negative_sampler(negative: Any, g: Any, inner: InnerDistGraph, _: object, eids: Any) -> Any:
-    return negative(g, map_each_type(find_shown_edges, inner, eids))
+def _call_negative_sampler(negative_sampler: Any, g: Any, inner: InnerDistGraph, _: object, eids: Any) -> Any:
+    return negative_sampler(g, map_each_type(find_shown_edges, inner, eids))
 
 
 def sample_neighbors(
@@ -331,11 +365,13 @@ def sample_neighbors(
     ``use_graphbolt`` has no effect.
     """
     if isinstance(exclude_edges, bool):
-        exclude_edges, replace = None, exclude_edges
+        replace = exclude_edges
+        exclude_edges = None
     inner = inner_graph(g)
-    options = (edge_dir, prob, exclude_edges, replace)
-    view = g if isinstance(g, DistGraph) else inner
-    return remove_empty_types(view.sample_neighbors(_split_by_type(inner, nodes), fanout, *options))
+    seeds = _split_by_type(inner, nodes)
+    sampled_graph = g if isinstance(g, DistGraph) else inner
+    graph = sampled_graph.sample_neighbors(seeds, fanout, edge_dir, prob, exclude_edges, replace)
+    return remove_empty_types(graph)
 
 
 def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
@@ -362,5 +398,5 @@ def _split_by_type(g: InnerDistGraph, nodes: Any) -> Any:
     """Convert homogeneous ids of a graph of several node types to ids by type. Keep other ids."""
     if isinstance(nodes, Mapping) or len(g.ntypes) == 1:
         return nodes
-    kinds, typed = g.get_partition_book().map_to_per_ntype(as_array(nodes))
-    return {ntype: typed[kinds == number] for number, ntype in enumerate(g.ntypes)}
+    type_ids, node_ids = g.get_partition_book().map_to_per_ntype(as_array(nodes))
+    return {ntype: node_ids[type_ids == type_id] for type_id, ntype in enumerate(g.ntypes)}

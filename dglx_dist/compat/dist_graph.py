@@ -36,7 +36,8 @@ from dglx_dist.records import EdgeType, IdRanges
 def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
     """Give a graph or block of edges of ``g`` the edge ids that scripts know, and return it."""
     for etype in graph.canonical_etypes:
-        if get_edge_ids(g.kvstore, etype) is not None and dgl.EID in (data := graph.edges[etype].data):
+        data = graph.edges[etype].data
+        if get_edge_ids(g.kvstore, etype) is not None and dgl.EID in data:
             data[dgl.EID] = find_shown_edges(g.kvstore, etype, data[dgl.EID])
     return graph
 
@@ -80,17 +81,21 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
         if gpb is not None and read_topology().rank == 0:
             warnings.warn("gpb is not used, because the partition has its own book", stacklevel=2)
-        path = Path(part_config) if part_config is not None else read_settings().part_config
+
+        path = read_settings().part_config
+        if part_config is not None:
+            path = Path(part_config)
         if path is None:
             raise ConfigError(
                 "part_config is missing, and there are no servers to ask for it. Pass the JSON file that "
                 "partition_graph wrote: DistGraph(..., part_config=)."
             )
 
-        is_ours = (path / MANIFEST).is_file()
-        self.inner = InnerDistGraph(path) if is_ours else InnerDistGraph(part_config=path)
+        is_our_dataset = (path / MANIFEST).is_file()
+        self.inner = InnerDistGraph(path) if is_our_dataset else InnerDistGraph(part_config=path)
         remember_graph(self.inner)
         self.graph_name = graph_name
+        # A folder may have any name, but DGL's file names its graph.
         if not path.is_dir() and self.inner.name != graph_name and self.inner.rank() == 0:
             message = f"{path} holds the graph {self.inner.name!r}, not {graph_name!r}; it is opened anyway"
             warnings.warn(message, stacklevel=2)
@@ -112,8 +117,9 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         book = self.inner.get_partition_book()
         nodes = IdRanges.from_offsets([*map(book.node_bounds, book.ntypes)])
         edges = IdRanges.from_offsets([*map(book.edge_bounds, book.canonical_etypes)])
-        ends = find_edges(self, torch.arange(*edges.part_range(book.partid)))
-        return part_structure(nodes, edges, book.partid, (ends[0].numpy(), ends[1].numpy()))
+        first_edge, end = edges.part_range(book.partid)
+        sources, destinations = find_edges(self, torch.arange(first_edge, end))
+        return part_structure(nodes, edges, book.partid, (sources.numpy(), destinations.numpy()))
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:
@@ -127,19 +133,25 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         return False
 
     def num_nodes(self, ntype: str | None = None) -> int:
-        return self.inner.num_nodes(None if ntype is None else resolve_node_type(self.inner, ntype))
+        if ntype is not None:
+            ntype = resolve_node_type(self.inner, ntype)
+        return self.inner.num_nodes(ntype)
 
     def num_edges(self, etype: str | EdgeType | None = None) -> int:
-        return self.inner.num_edges(None if etype is None else resolve_edge_type(self.inner, etype))
+        if etype is not None:
+            etype = resolve_edge_type(self.inner, etype)
+        return self.inner.num_edges(etype)
 
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def get_ntype_id(self, ntype: str | None) -> int:
         """Return the number of a node type. None stands for the only type, otherwise it is a ConfigError."""
-        ntypes = self.ntypes
-        if ntype not in (ntypes if len(ntypes) > 1 else (*ntypes, None)):
-            raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(ntypes)})")
-        return 0 if ntype is None else ntypes.index(ntype)
+        if ntype is None and len(self.ntypes) == 1:
+            return 0
+        if ntype not in self.ntypes:
+            raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(self.ntypes)})")
+        type_id: int = self.ntypes.index(ntype)
+        return type_id
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
         """Return the number of an edge type. None stands for the only type, otherwise it is a ConfigError."""
@@ -157,10 +169,12 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         """Return the graph of some edges, with ``dgl.EID``, and with ``dgl.NID`` if nodes are relabelled."""
         if not store_ids:
             raise ConfigError("edge_subgraph always stores the ids. Leave store_ids out.")
+
         by_type = edges if isinstance(edges, Mapping) else {None: edges}
         ids = {self.to_canonical_etype(etype): torch.as_tensor(eids) for etype, eids in by_type.items()}
         ends = {etype: self.find_edges(eids, etype) for etype, eids in ids.items()}
-        graph = dgl.heterograph(ends, {ntype: self.num_nodes(ntype) for ntype in self.ntypes})
+        num_nodes = {ntype: self.num_nodes(ntype) for ntype in self.ntypes}
+        graph = dgl.heterograph(ends, num_nodes)
         for etype, eids in ids.items():
             graph.edges[etype].data[dgl.EID] = eids
         return dgl.compact_graphs(graph) if relabel_nodes else graph
@@ -180,16 +194,16 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         if exclude_edges is not None:
             exclude_edges = map_each_type(find_our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
-        drawn = self.inner.sample_neighbors(seed_nodes, fanout, *options)
-        return show_ids(self.inner, remove_empty_types(drawn))
+        sampled = self.inner.sample_neighbors(seed_nodes, fanout, *options)
+        return show_ids(self.inner, remove_empty_types(sampled))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
-        kind = self.to_canonical_etype(etype)
-        return self.inner.find_edges(find_our_edges(self.inner.kvstore, kind, edges), kind)
+        canonical = self.to_canonical_etype(etype)
+        return self.inner.find_edges(find_our_edges(self.inner.kvstore, canonical, edges), canonical)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
-        kind = self.to_canonical_etype(etype)
-        return self.inner.orig_edge_ids(find_our_edges(self.inner.kvstore, kind, ids), kind)
+        canonical = self.to_canonical_etype(etype)
+        return self.inner.orig_edge_ids(find_our_edges(self.inner.kvstore, canonical, ids), canonical)
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         """Do nothing: every edge tensor can be used as ``prob=`` or ``mask=``."""
@@ -208,15 +222,15 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     """Return (sources, destinations) of edges. With several types all ids are homogeneous."""
     inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
     book = inner.get_partition_book()
-    if len(book.etypes) == len(book.ntypes) == 1:
+    if len(book.etypes) == 1 and len(book.ntypes) == 1:
         return inner.find_edges(edge_ids)
-    kinds, typed = book.map_to_per_etype(edge_ids)
-    sources = torch.empty_like(typed)
-    destinations = torch.empty_like(typed)
-    for number, etype in enumerate(book.canonical_etypes):
-        is_of_type = kinds == number
-        u, v = inner.find_edges(typed[is_of_type], etype)
+
+    type_ids, ids_of_type = book.map_to_per_etype(edge_ids)
+    sources = torch.empty_like(ids_of_type)
+    destinations = torch.empty_like(ids_of_type)
+    for type_id, etype in enumerate(book.canonical_etypes):
+        is_of_type = type_ids == type_id
+        u, v = inner.find_edges(ids_of_type[is_of_type], etype)
         sources[is_of_type] = book.map_to_homo_nid(u, etype[0])
         destinations[is_of_type] = book.map_to_homo_nid(v, etype[2])
-
     return sources, destinations

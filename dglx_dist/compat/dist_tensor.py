@@ -45,11 +45,15 @@ There is no reference to the block, because copies that a script makes (``block.
 
 
 def remember_batch(g: DistGraph, input_nodes: object, blocks: Any) -> None:
-    """Keep the batch that is yielded now. Ids by type are not needed by strategies that cut columns."""
-    if isinstance(input_nodes, Tensor):
-        policy = g.get_node_partition_policy(g.ntypes[0])
-        rows = {(g.kvstore, policy.key(name)): weakref.ref(x) for name, x in blocks[0].srcdata.items()}
-        _BATCH.set(g.session, (weakref.ref(input_nodes), rows))
+    """Keep weak references to the batch that is yielded now, for :func:`find_attached_rows`."""
+    # Only strategies that cut columns need the references, and they do not need ids by type.
+    if not isinstance(input_nodes, Tensor):
+        return
+    policy = g.get_node_partition_policy(g.ntypes[0])
+    attached_rows = {}
+    for name, rows in blocks[0].srcdata.items():
+        attached_rows[g.kvstore, policy.key(name)] = weakref.ref(rows)
+    _BATCH.set(g.session, (weakref.ref(input_nodes), attached_rows))
 
 
 def find_attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
@@ -58,11 +62,11 @@ def find_attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
     ``index`` must be the tensor of input nodes that this batch gave to the script. If features are cut by
     column, the block has this rank's columns, which the wrapped model expects.
     """
-    input_nodes, rows = _BATCH.get(tensor.kvstore.session)
-    key = tensor.kvstore, tensor.kvstore_key
-    if index is None or index is not input_nodes() or key not in rows:
+    get_input_nodes, attached_rows = _BATCH.get(tensor.kvstore.session)
+    if index is None or index is not get_input_nodes():
         return None
-    return rows[key]()
+    get_rows = attached_rows.get((tensor.kvstore, tensor.kvstore_key))
+    return None if get_rows is None else get_rows()
 
 
 _HIDDEN = "hidden~"
@@ -114,8 +118,16 @@ class KVClient(Wrapper, of=KVStore):
         tensor_name = name.removeprefix(part_policy.get_data_name(""))
         if tensor_name in ("", name):
             raise ConfigError(f"the name {name!r} must be {part_policy.get_data_name('<tensor>')!r}")
-        policy = inner_policy(part_policy)
-        InnerDistTensor(tuple(shape), dtype, tensor_name, init_func, policy, True, is_gdata, False)
+        InnerDistTensor(
+            tuple(shape),
+            dtype,
+            tensor_name,
+            init_func,
+            inner_policy(part_policy),
+            persistent=True,
+            is_gdata=is_gdata,
+            attach=False,
+        )
 
     def delete_data(self, name: str) -> None:
         """Free a tensor. Every rank must call it."""
@@ -130,9 +142,11 @@ class KVClient(Wrapper, of=KVStore):
 
     def register_push_handler(self, name: str, func: Callable[..., None]) -> None:
         """Apply pushes with ``func(store, name, local ids, rows)`` on the owner. All ranks must call it."""
-        self.inner.register_push_handler(
-            self._key(name), lambda rows, ids, values: func({name: rows}, name, ids, values)
-        )
+
+        def handle(rows: Tensor, ids: Tensor, values: Tensor) -> None:
+            func({name: rows}, name, ids, values)
+
+        self.inner.register_push_handler(self._key(name), handle)
 
     def register_pull_handler(self, name: str, func: Callable[..., Tensor]) -> None:
         """Answer pulls with ``func(store, name, local ids)``. All ranks must call it."""
@@ -143,10 +157,14 @@ class KVClient(Wrapper, of=KVStore):
 
     def data_name_list(self) -> list[str]:
         """Return the names of all tensors, including those created with ``is_gdata=False``."""
-        hidden = [key for key in self.inner.names() if key.removeprefix(_HIDDEN).startswith(_KINDS)]
-        # Hidden columns of the dataset are read-only and do not belong to the script.
-        created = [key for key in hidden if key.startswith(_HIDDEN) and self.inner.column(key).writable]
-        return [*self.gdata_name_list(), *(key.removeprefix(_HIDDEN) for key in created)]
+        names = self.gdata_name_list()
+        for key in self.inner.names():
+            name = key.removeprefix(_HIDDEN)
+            is_hidden = name != key and name.startswith(_KINDS)
+            # Hidden columns of the dataset are read-only and do not belong to the script.
+            if is_hidden and self.inner.column(key).writable:
+                names.append(name)
+        return names
 
     def gdata_name_list(self) -> list[str]:
         # Tensors without a reference on this rank are left out, because DGL would have freed them.
@@ -161,9 +179,10 @@ class KVClient(Wrapper, of=KVStore):
         """Write the bitwise or of two tensors to a third one. Every rank must call it."""
         joined = self._tensor(operand1_name) | self._tensor(operand2_name)
         output = self._tensor(output_name)
-        first, last = output.local_range
+        # One rank of each server writes the rows of the server.
         if self.inner.placement.topology.local_rank == 0:
-            output[first:last] = joined.local_rows()
+            first, end = output.local_range
+            output[first:end] = joined.local_rows()
         joined.delete()
         self.barrier()
 
@@ -175,7 +194,9 @@ class KVClient(Wrapper, of=KVStore):
 
     def _key(self, name: str) -> str:
         # The store prefixes the names of tensors that the graph does not show.
-        return f"{_HIDDEN}{name}" if not self.inner.has(name) and self.inner.has(f"{_HIDDEN}{name}") else name
+        hidden_key = f"{_HIDDEN}{name}"
+        is_hidden = not self.inner.has(name) and self.inner.has(hidden_key)
+        return hidden_key if is_hidden else name
 
     def _tensor(self, name: str) -> InnerDistTensor:
         key = self.inner.column(self._key(name)).name
@@ -227,12 +248,13 @@ def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
 
     # The gather ends after every rank has entered it, so no rank still reads these rows.
     run_on_all_ranks(store.session, store.fence)
-    unused_by_rank = gather_json(unused, store.session)
-    for key in sorted(set.intersection(*map(set, unused_by_rank))):
+    unused_by_rank = [set(unused_keys) for unused_keys in gather_json(unused, store.session)]
+    for key in sorted(set.intersection(*unused_by_rank)):
         store.remove(key)
         del users[key]
-    used_keys = {key for key in keys if key in users}
-    return [rank for rank, rank_unused in enumerate(unused_by_rank) if used_keys - set(rank_unused)]
+
+    remaining = users.keys() & set(keys)
+    return [rank for rank, unused_keys in enumerate(unused_by_rank) if remaining - unused_keys]
 
 
 @final
@@ -264,26 +286,34 @@ class DistTensor(Wrapper, of=InnerDistTensor):
             raise ConfigError("a tensor without a name cannot be persistent. Give it a name.")
         policy = inner_policy(part_policy)
         store = get_opened_graph().kvstore if policy is None else policy.store
-        existing = [key for key in store.names() if name is not None and key.endswith(f"~{name}")]
+        existing_keys: list[str] = []
+        if name is not None:
+            existing_keys = [key for key in store.names() if key.endswith(f"~{name}")]
 
         # The decision depends on the arguments and the store, which are equal on all ranks.
-        holders = []
-        if not existing or not get_users(store).keys().isdisjoint(existing):
-            holders = _free_unused(store, existing)
-        known = set(store.names())
-        if existing and name is not None:
+        may_free = not get_users(store).keys().isdisjoint(existing_keys)
+        holders: list[int] = []
+        if may_free or not existing_keys:
+            holders = _free_unused(store, existing_keys)
+        known_keys = set(store.names())
+        if existing_keys and name is not None:
             # The graph does not show the state of an optimizer and some other tensors.
-            place = policy or get_opened_graph().find_policy_of_length(next(iter(shape)))
-            is_gdata = is_gdata and (place.key(name) in known or place.hidden_key(name) not in known)
+            row_policy = policy or get_opened_graph().find_policy_of_length(next(iter(shape)))
+            is_hidden = row_policy.hidden_key(name) in known_keys
+            is_gdata = is_gdata and (row_policy.key(name) in known_keys or not is_hidden)
 
+        if init_func is not None:
+            init_func = _by_our_ids(init_func, policy, shape)
         try:
-            first = init_func and _by_our_ids(init_func, policy, shape)
-            self.inner = InnerDistTensor(tuple(shape), dtype, name, first, policy, persistent, is_gdata)
+            self.inner = InnerDistTensor(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
         except ConfigError as error:
-            raise ConfigError(f"{error}, or delete it on the ranks {holders}") if holders else error from None
+            if holders:
+                raise ConfigError(f"{error}, or delete it on the ranks {holders}") from None
+            raise
 
-        if not persistent and self.inner.kvstore_key not in known:
-            get_users(store)[self.inner.kvstore_key] = WeakSet()
+        key = self.inner.kvstore_key
+        if not persistent and key not in known_keys:
+            get_users(store)[key] = WeakSet()
         add_user(self.inner, self)
 
     @classmethod
@@ -295,7 +325,9 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     def __getitem__(self, idx: Ids) -> Tensor:
         """Return the rows of ``idx``, (K, *row), or (1, *row) for one integer."""
         rows = find_attached_rows(self.inner, idx)
-        return self.inner[_convert_ids(self.inner, idx)] if rows is None else rows
+        if rows is None:
+            rows = self.inner[_convert_ids(self.inner, idx)]
+        return rows
 
     def __setitem__(self, idx: Ids, val: Tensor) -> None:
         self.inner[_convert_ids(self.inner, idx)] = val
@@ -339,8 +371,11 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         return (share[:, 0],) if as_tuple else share
 
     def _order_by_id(self, rows: Tensor) -> Tensor:
+        """Return ``rows`` in the order of the ids that scripts know."""
         ids = get_edge_ids(self.inner.kvstore, self.inner.part_policy.type_name)
-        return rows if ids is None else rows[torch.from_numpy(ids.ours)]
+        if ids is None:
+            return rows
+        return rows[torch.from_numpy(ids.ours)]
 
     @property
     def name(self) -> str:
@@ -356,18 +391,29 @@ def inner_tensor(value: object) -> object:
 
 
 def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
+    """Return a function that puts the rows of ``init``, which are in the order of DGL's ids, in our order."""
+
     def init_rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         row_policy = policy or get_opened_graph().find_policy_of_length(shape[0])
         rows = init(local_shape, dtype)
         ids = get_edge_ids(row_policy.store, row_policy.type_name)
-        return rows if ids is None else rows[torch.from_numpy(ids.source.copy())]
+        if ids is None:
+            return rows
+        # The ids may be a read-only map of a file, and torch warns about those.
+        return rows[torch.from_numpy(ids.source.copy())]
 
     return init_rows
 
 
 def _convert_ids(tensor: InnerDistTensor, idx: Ids) -> Ids:
-    many: Ids = [int(idx)] if isinstance(idx, int | np.integer) else idx
-    return find_our_edges(tensor.kvstore, tensor.part_policy.type_name, many)
+    ids: Ids = idx
+    if isinstance(idx, int | np.integer):
+        ids = [int(idx)]
+    return find_our_edges(tensor.kvstore, tensor.part_policy.type_name, ids)
+
+
+def _init_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 @final
@@ -386,8 +432,10 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
     ) -> None:
         policy = inner_policy(part_policy)
         graph = get_opened_graph() if policy is None else find_store_graph(policy.store)
-        init = init_func or (lambda shape, dtype: torch.zeros(shape, dtype=dtype))
-        init = _by_our_ids(init, policy, (num_embeddings,))
+        if init_func is None:
+            # Without a function, our embeddings would be random.
+            init_func = _init_zeros
+        init = _by_our_ids(init_func, policy, (num_embeddings,))
         self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
@@ -408,8 +456,8 @@ class _Optimizer(SparseOptimizer):
     """
 
     def __init__(self, params: Sequence[DistEmbedding], rule: Callable[[], UpdateRule]) -> None:
-        inner: Any = [param.inner if isinstance(param, DistEmbedding) else param for param in params]
-        super().__init__(inner, rule)
+        embeddings: Any = [param.inner if isinstance(param, DistEmbedding) else param for param in params]
+        super().__init__(embeddings, rule)
 
 
 @final

@@ -67,27 +67,31 @@ def initialize(
             "serves its share. Start the script with torchrun, not with DGL's launcher."
         )
 
-    values = {
+    # Each argument that is not used, with its default value in DGL.
+    arguments: dict[str, tuple[object, object]] = {
         "ip_config": (ip_config, None),
         "max_queue_size": (max_queue_size, MAX_QUEUE_SIZE),
         # None is the default value of newer versions.
         "net_type": ("socket" if net_type is None else net_type, "socket"),
         "num_worker_threads": (num_worker_threads, 1),
         "use_graphbolt": (use_graphbolt, False),
-        **{key: (options.pop(key), None) for key in _SERVER_OPTIONS if key in options},
     }
-    ignored = [f"{key}={value!r}" for key, (value, usual) in values.items() if value != usual]
-    ignored += [f"{key}={value!r}" for key, value in launcher.items()]
-    reason = "torchrun starts the ranks, and there are no servers, no sampler processes and no GraphBolt"
+    for key in _SERVER_OPTIONS:
+        arguments[key] = (options.pop(key, None), None)
+    ignored = {key: value for key, (value, default) in arguments.items() if value != default}
+    ignored.update(launcher)
     if ignored and read_topology().rank == 0:
-        warnings.warn(f"{', '.join(ignored)}: not used, because {reason}", stacklevel=2)
+        names = ", ".join(f"{key}={value!r}" for key, value in ignored.items())
+        reason = "torchrun starts the ranks, and there are no servers, no sampler processes and no GraphBolt"
+        warnings.warn(f"{names}: not used, because {reason}", stacklevel=2)
     start_later(lambda: begin(name, options, timeout_s=timeout, seed=seed))
 
 
 def exit_client() -> None:
     """Close the session, on all ranks or none. ``initialize`` may then be called again."""
     start_later(None)
-    if (session := get_open_session()) is not None:
+    session = get_open_session()
+    if session is not None:
         session.close()
 
 
@@ -126,7 +130,8 @@ def make_refusal(name: str, reason: str) -> type[Any]:
 
 
 def _topology() -> Topology:
-    return read_topology() if (session := get_open_session()) is None else session.topology
+    session = get_open_session()
+    return read_topology() if session is None else session.topology
 
 
 _REASONS: Mapping[str, str] = {
@@ -197,8 +202,9 @@ _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "
 def get_kvstore() -> KVClient | None:
     """Return the store of the graph opened last, or None if there is none, as in DGL."""
     session = get_open_session()
-    has_graph = session is not None and OPENED.get(session) is not None
-    return KVClient.over(get_opened_graph().kvstore) if has_graph else None
+    if session is None or OPENED.get(session) is None:
+        return None
+    return KVClient.over(get_opened_graph().kvstore)
 
 
 SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
@@ -228,17 +234,21 @@ _REMOVED = ("init_kvstore", "close_kvstore")
 
 
 def _find_replacements(submodule: ModuleType) -> dict[str, Any]:
-    module = submodule.__name__.rpartition(".")[2]
-    refusals = {}
+    """Return replacements of names that only ``submodule`` has. Functions about processes are refused."""
+    module_name = submodule.__name__.rpartition(".")[2]
+    replacements: dict[str, Any] = {}
     for name, value in vars(submodule).items():
-        is_own = inspect.isfunction(value) and value.__module__ == submodule.__name__
-        is_removed = module in _PROCESS_MODULES and name not in _KEPT
-        if module == "kvstore":
+        # Modules also have functions that they import, which belong to another module.
+        is_defined_here = inspect.isfunction(value) and value.__module__ == submodule.__name__
+        if not is_defined_here or name.startswith("_"):
+            continue
+        is_removed = module_name in _PROCESS_MODULES and name not in _KEPT
+        if module_name == "kvstore":
             is_removed = name in _REMOVED
-        if is_own and is_removed and not name.startswith("_"):
-            refusals[name] = make_refusal(f"{module}.{name}", _NO_PROCESSES)
+        if is_removed:
+            replacements[name] = make_refusal(f"{module_name}.{name}", _NO_PROCESSES)
 
-    return {**refusals, **SUPPORTED_SUBMODULES.get(module, {})}
+    return replacements | dict(SUPPORTED_SUBMODULES.get(module_name, {}))
 
 
 NAME = "dgl.distributed"
@@ -277,36 +287,45 @@ def install() -> Installed:
 
 
 def _rebind(package: ModuleType, undo: ExitStack) -> None:
+    """Replace the names of DGL's own package, which is loaded, and of its loaded submodules."""
     stock = dict(vars(package))
-    names = {name: value for name, value in build_replacements().items() if not isinstance(value, ModuleType)}
+    names = build_replacements()
     for name, value in names.items():
         _set(package, name, value, undo)
-    inside = {**names, **_OPTIMIZERS}
-    outside = {name: SUPPORTED[name] for name in _LOADER_NAMES}
+
+    submodule_names = names | _OPTIMIZERS
+    loader_names = {name: SUPPORTED[name] for name in _LOADER_NAMES}
     for path, module in list(sys.modules.items()):
-        if path.startswith((f"{NAME}.", "dgl.dataloading.")):
-            replacements = inside if path.startswith(f"{NAME}.") else outside
+        if path.startswith(f"{NAME}."):
+            replacements = submodule_names
+            changes = _find_replacements(module)
+        elif path.startswith("dgl.dataloading."):
+            replacements = loader_names
+            changes = {}
+        else:
+            continue
+
+        for name in replacements.keys() & vars(module).keys():
             # A submodule may use the name for something else.
-            shared = {
-                name: replacements[name]
-                for name in replacements.keys() & vars(module).keys()
-                if name not in stock or vars(module)[name] is stock[name]
-            }
-            own = _find_replacements(module) if path.startswith(f"{NAME}.") else {}
-            for name, value in {**own, **shared}.items():
-                _set(module, name, value, undo)
+            if name not in stock or vars(module)[name] is stock[name]:
+                changes[name] = replacements[name]
+        for name, value in changes.items():
+            _set(module, name, value, undo)
 
     _set(package, _MARK, True, undo)
 
 
 def _register_modules(undo: ExitStack) -> None:
-    package = _module(NAME, "dgl.distributed of dglx_dist.", {**build_replacements(), _MARK: True})
+    """Put modules with our names into the place of DGL's package, which is not loaded."""
+    names = build_replacements() | {_MARK: True}
+    package = _module(NAME, "dgl.distributed of dglx_dist.", names)
     # A path makes it a package, so that the ImportError of a missing submodule names it.
     package.__path__ = []
     optimizers = _module(f"{NAME}.optim", "Optimizers of embeddings.", _OPTIMIZERS)
     nn = _module(f"{NAME}.nn", "Embeddings.", {"DistEmbedding": SUPPORTED["DistEmbedding"]})
     constants = _module(f"{NAME}.constants", "Names of types, and the like.", dict(CONSTANTS))
     vars(package).update(optim=optimizers, nn=nn, constants=constants)
+
     for module in (package, optimizers, nn, constants):
         sys.modules[module.__name__] = module
         undo.callback(sys.modules.pop, module.__name__, None)

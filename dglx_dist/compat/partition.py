@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -46,25 +47,29 @@ def raw_graph(
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
-    bfloat16: list[tuple[str | EdgeType, str]] = []
+    bfloat16: set[tuple[str | EdgeType, str]] = set()
     dropped = {dgl.NID, dgl.EID, "inner_node", "inner_edge", *without}
 
-    def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
-        bfloat16.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
-        tensors = {key: rows.detach().cpu().contiguous() for key, rows in data.items() if key not in dropped}
-        return {key: view_as_numpy(rows) for key, rows in tensors.items()}
+    def read_columns(type_name: str | EdgeType, data: Any) -> dict[str, Array]:
+        columns = {}
+        for key, rows in data.items():
+            if rows.dtype == torch.bfloat16:
+                bfloat16.add((type_name, key))
+            if key not in dropped:
+                columns[key] = view_as_numpy(rows.detach().cpu().contiguous())
+        return columns
 
     raw = RawGraph(
         name=name,
         num_nodes={ntype: graph.num_nodes(ntype) for ntype in graph.ntypes},
         edges=edges_of_dgl(graph),
-        node_data={ntype: columns(ntype, graph.nodes[ntype].data) for ntype in graph.ntypes},
-        edge_data={etype: columns(etype, graph.edges[etype].data) for etype in graph.canonical_etypes},
+        node_data={ntype: read_columns(ntype, graph.nodes[ntype].data) for ntype in graph.ntypes},
+        edge_data={etype: read_columns(etype, graph.edges[etype].data) for etype in graph.canonical_etypes},
     )
     return raw, frozenset(bfloat16)
 
 
-_GRAPHBOLT_OPTIONS = {"store_eids", "store_inner_node", "store_inner_edge", "n_jobs"}
+_GRAPHBOLT_OPTIONS = {"use_graphbolt", "store_eids", "store_inner_node", "store_inner_edge", "n_jobs"}
 Ids: TypeAlias = Tensor | dict[Any, Tensor]
 Loaded: TypeAlias = tuple[
     dgl.DGLGraph, dict[str, Tensor], dict[str, Tensor], RangePartitionBook, str, list[str], list[EdgeType]
@@ -105,45 +110,55 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
 
     With ``return_mapping``, return original node and edge ids in the new order, by type if there are several.
     """
-    if num_hops != 1:
-        warn_user(f"num_hops={num_hops}: parts store 1 hop and fetch farther nodes on demand")
-    if unknown := sorted(kwargs.keys() - _GRAPHBOLT_OPTIONS):
-        raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}. Leave it out.")
-    if use_graphbolt or kwargs:
-        names = ", ".join(["use_graphbolt"] * use_graphbolt + [*kwargs])
-        warn_user(
-            f"{names}: not used, because GraphBolt's files are not written. Only DGL's GraphBolt needs them."
-        )
-
+    if use_graphbolt:
+        kwargs = {"use_graphbolt": True, **kwargs}
+    _warn_unused(num_hops, kwargs)
     check_integer("num_parts", num_parts, least=1)
     check_integer("num_trainers_per_machine", num_trainers_per_machine, least=1)
     check_integer("seed", seed, least=0)
+    has_trainers = num_trainers_per_machine > 1
 
     # DGL overwrites the trainer ids of an earlier partition too.
-    raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
+    raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if has_trainers else set())
     method = PARTITIONERS.resolve(part_method)
     if method == "random" and (balance_edges or balance_ntypes is not None):
         warn_user(f"balance_ntypes and balance_edges have no effect with part_method={part_method!r}")
-        balance_ntypes, balance_edges = None, False
+        balance_ntypes = None
+        balance_edges = False
+
     weighted, balance = _add_weights(raw, balance_ntypes)
-    balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
+    if balance_edges:
+        balance += ("etype",) if len(raw.edges) > 1 else ("degree",)
     if not balance and len(raw.num_nodes) > 1 and "balance" in PARTITIONERS.get(method).honours:
         balance = ("ntype",)
     options = PartitionOptions(balance=balance, objective=cast("Any", objtype))
-    if num_trainers_per_machine > 1:
+    if has_trainers:
         split = assign_two_levels(weighted, method, options, (num_parts, num_trainers_per_machine), seed)
         assignment = split.parts
         raw = with_trainer_ids(raw, split.trainers)
     else:
         assignment = PARTITIONERS.get(method)(options).assign(weighted, num_parts, seed)
 
-    config = _replace_files(
-        Path(out_path),
-        lambda folder: write_dgl_format(raw, assignment, folder, bfloat16=bfloat16, formats=graph_formats),
-    )
-    if num_trainers_per_machine > 1:
+    write = partial(write_dgl_format, raw, assignment, bfloat16=bfloat16, formats=graph_formats)
+    config = _replace_files(Path(out_path), write)
+    if has_trainers:
         _set_trainer_ids(g, raw)
     return _read_mapping(config, num_parts) if return_mapping else None
+
+
+def _warn_unused(num_hops: int, graphbolt_options: Mapping[str, object]) -> None:
+    """Warn about options that have no effect here. Raise ConfigError for options that DGL does not have."""
+    if num_hops != 1:
+        warn_user(f"num_hops={num_hops}: parts store 1 hop and fetch farther nodes on demand")
+
+    unknown = sorted(graphbolt_options.keys() - _GRAPHBOLT_OPTIONS)
+    if unknown:
+        raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}. Leave it out.")
+    if graphbolt_options:
+        warn_user(
+            f"{', '.join(graphbolt_options)}: not used, because GraphBolt's files are not written. "
+            "Only DGL's GraphBolt needs them."
+        )
 
 
 def load_partition(
@@ -154,7 +169,7 @@ def load_partition(
         raise ConfigError("use_graphbolt=True is not supported, because there is one format. Leave it out.")
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
     graph = load_graphs(_file(part_config, part_id, "part_graph"))[0]
-    nodes, edges = load_partition_feats(part_config, part_id) if load_feats else ({}, {})
+    nodes, edges = load_partition_feats(part_config, part_id, load_feats, load_feats)
     return graph, nodes or {}, edges or {}, book, name, list(ntypes), list(etypes)
 
 
@@ -203,28 +218,31 @@ def _add_weights(
                 "balance_ntypes is one tensor, but there are several node types. Pass a dict by type."
             )
         balance_ntypes = {next(iter(graph.num_nodes)): balance_ntypes}
-
     unknown = sorted(balance_ntypes.keys() - graph.num_nodes.keys())
     if unknown:
         raise ConfigError(f"balance_ntypes has {unknown}, but node types are {', '.join(graph.num_nodes)}")
+
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
-    for ntype, count in graph.num_nodes.items():
-        values = (
-            torch.as_tensor(balance_ntypes[ntype]).numpy()
-            if ntype in balance_ntypes
-            else np.zeros(count, np.int64)
-        )
-        if values.shape != (count,):
-            raise ConfigError(f"balance_ntypes has shape {values.shape} for the {count} nodes of {ntype!r}")
+    for ntype, num_nodes in graph.num_nodes.items():
+        # Nodes of a type that is not mentioned are balanced, too, as one group.
+        values = np.zeros(num_nodes, np.int64)
+        if ntype in balance_ntypes:
+            values = torch.as_tensor(balance_ntypes[ntype]).numpy()
+        if values.shape != (num_nodes,):
+            raise ConfigError(
+                f"balance_ntypes has shape {values.shape} for the {num_nodes} nodes of {ntype!r}"
+            )
+        columns = node_data.setdefault(ntype, {})
         for value in np.unique(values):
-            names.append(f"balance_ntypes.{ntype}={value}")
-            node_data.setdefault(ntype, {})[names[-1]] = (values == value).astype(np.int64)
-
+            name = f"balance_ntypes.{ntype}={value}"
+            columns[name] = (values == value).astype(np.int64)
+            names.append(name)
     return replace(graph, node_data=node_data), tuple(names)
 
 
 def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
+    """Call ``write`` with a new folder, and move its files to ``out``. Return the JSON file among them."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partition-", dir=out) as scratch:
         config = write(Path(scratch) / "parts")
@@ -239,16 +257,17 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
 
 
 def _read_mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
-    types = read_part_config(config.absolute())
+    """Return the original ids of nodes and edges of all parts, by type if there are several."""
+    contents = read_part_config(config.absolute())
+    folders = [contents.file(part, "part_graph").parent for part in range(num_parts)]
 
     def join_parts(name: str, key: str) -> Tensor:
-        files = [types.file(part, "part_graph").with_name(name) for part in range(num_parts)]
-        return torch.cat([load_tensors(file)[key] for file in files])
+        return torch.cat([load_tensors(folder / name)[key] for folder in folders])
 
-    nodes = {ntype: join_parts("orig_nids.dgl", ntype) for ntype in types.ntypes}
-    edges = {etype: join_parts("orig_eids.dgl", ":".join(etype)) for etype in types.etypes}
-    if len(nodes) == len(edges) == 1:
-        return next(iter(nodes.values())), next(iter(edges.values()))
+    nodes = {ntype: join_parts("orig_nids.dgl", ntype) for ntype in contents.ntypes}
+    edges = {etype: join_parts("orig_eids.dgl", ":".join(etype)) for etype in contents.etypes}
+    if len(nodes) == 1 and len(edges) == 1:
+        return nodes[contents.ntypes[0]], edges[contents.etypes[0]]
     return nodes, edges
 
 
@@ -262,9 +281,12 @@ def _file(part_config: str | Path, part: int, kind: str) -> Path:
 
 
 def _tensors(part_config: str | Path, part: int, kind: str, type_name: str) -> dict[str, Tensor]:
-    # Files of old versions do not name the type if there is only one.
-    tensors = load_tensors(_file(part_config, part, kind))
-    return {name if "/" in name else f"{type_name}/{name}": tensor for name, tensor in tensors.items()}
+    tensors = {}
+    for name, tensor in load_tensors(_file(part_config, part, kind)).items():
+        # Files of old versions do not name the type if there is only one.
+        key = name if "/" in name else f"{type_name}/{name}"
+        tensors[key] = tensor
+    return tensors
 
 
 def node_split(
@@ -282,9 +304,10 @@ def node_split(
     one.
     """
     g = _find_graph(nodes, partition_book)
-    kind = resolve_node_type(g, ntype)
-    how = (rank, force_even, cast("Any", inner_tensor(node_trainer_ids)))
-    return split_nodes(_mask(nodes, g, g.num_nodes(kind), kind), g.get_partition_book(), kind, *how)
+    ntype = resolve_node_type(g, ntype)
+    mask = _mask(nodes, g.num_nodes(ntype), ntype)
+    trainer_ids = cast("Any", inner_tensor(node_trainer_ids))
+    return split_nodes(mask, g.get_partition_book(), ntype, rank, force_even, trainer_ids)
 
 
 def edge_split(
@@ -297,41 +320,46 @@ def edge_split(
 ) -> Tensor:
     """Return a rank's share of the marked edges, see :func:`node_split`."""
     g = _find_graph(edges, partition_book)
-    kind = resolve_edge_type(g, etype)
-    if get_edge_ids(g.kvstore, g.to_canonical_etype(kind)) is not None:
-        edges, edge_trainer_ids = (
-            column.to_local() if isinstance(column, DistTensor) else column
-            for column in (edges, edge_trainer_ids)
-        )
+    etype = resolve_edge_type(g, etype)
+    if get_edge_ids(g.kvstore, g.to_canonical_etype(etype)) is not None:
+        # to_local() returns rows in the order of DGL's ids, which are those of the result.
+        if isinstance(edges, DistTensor):
+            edges = edges.to_local()
+        if isinstance(edge_trainer_ids, DistTensor):
+            edge_trainer_ids = edge_trainer_ids.to_local()
 
-    how = rank, force_even, cast("Any", inner_tensor(edge_trainer_ids))
-    return split_edges(_mask(edges, g, g.num_edges(kind), kind), g.get_partition_book(), kind, *how)
+    mask = _mask(edges, g.num_edges(etype), etype)
+    trainer_ids = cast("Any", inner_tensor(edge_trainer_ids))
+    return split_edges(mask, g.get_partition_book(), etype, rank, force_even, trainer_ids)
 
 
-def _mask(marked: Any, g: DistGraph, count: int, kind: object) -> Any:
-    if len(marked) != count:
+def _mask(marked: Any, num_rows: int, type_name: object) -> Any:
+    """Return the mask of the nonzero values of ``marked``, or of all rows if ``marked`` has all ids."""
+    if len(marked) != num_rows:
         raise ConfigError(
-            f"the mask has {len(marked)} values for {count} rows of {kind!r}. Pass one per row."
+            f"the mask has {len(marked)} values for {num_rows} rows of {type_name!r}. Pass one per row."
         )
 
     if isinstance(marked, DistTensor):
         if marked.dtype == torch.bool:
             return marked.inner
         marked = marked.inner.to_local()
-
     values = as_array(marked)
-    if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
+    is_integer = values.dtype.kind in "iu"
+    if is_integer and num_rows > 1 and np.array_equal(np.sort(values), np.arange(num_rows)):
         warn_user("the mask contains all ids, so all rows are taken (DGL would leave out row 0)")
-        return np.ones(count, dtype=np.bool_)
+        return np.ones(num_rows, dtype=np.bool_)
     return values != 0
 
 
 def _find_graph(marked: Any, partition_book: RangePartitionBook | None) -> DistGraph:
+    """Return the open graph of a mask, if it is a DistTensor, or of the book. ConfigError if they differ."""
     if not isinstance(partition_book, RangePartitionBook | None):
         raise ConfigError(f"partition_book is a {type(partition_book).__name__}. Use g.get_partition_book().")
-    book = partition_book and partition_book.inner
+    book = None if partition_book is None else partition_book.inner
     if not isinstance(marked, DistTensor):
         return find_book_graph(book)
+
     g = find_book_graph(marked.inner.part_policy.partition_book)
     if book is not None and find_book_graph(book) is not g:
         raise ConfigError(f"the mask {marked.name!r} belongs to the graph {g.name!r}, the book to another")

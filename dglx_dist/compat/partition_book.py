@@ -41,6 +41,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """
 
     _unusual = ""
+    """Reason why homogeneous ids would differ from DGL's, or an empty text."""
     global_nid_dtype = global_eid_dtype = torch.int64
 
     def __init__(
@@ -56,13 +57,14 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
             raise ConfigError(f"part_id is {part_id}, but there are {num_parts} parts, numbered from 0")
         if not ntypes or not etypes:
             raise ConfigError("a book needs node types and edge types. Pass ntypes and etypes.")
-        nodes, nodes_unusual = _bounds(node_map, ntypes, num_parts)
-        edges, edges_unusual = _bounds(edge_map, etypes, num_parts)
-        self.inner = PartitionBook(nodes, edges, part_id)
+
+        node_bounds, nodes_unusual = _bounds(node_map, ntypes, num_parts)
+        edge_bounds, edges_unusual = _bounds(edge_map, etypes, num_parts)
+        self.inner = PartitionBook(node_bounds, edge_bounds, part_id)
         self._unusual = nodes_unusual or edges_unusual
         if self._unusual:
-            names = "map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"
-            vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))
+            for name in ("map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"):
+                setattr(self, name, self._refuse_homogeneous)
 
     def _refuse_homogeneous(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(f"these ids are homogeneous, but {self._unusual}. Name a type.")
@@ -84,7 +86,8 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         return self._offsets(map(self.inner.edge_bounds, self.canonical_etypes))
 
     def _offsets(self, bounds: Iterable[Array]) -> list[int]:
-        return [0, *np.cumsum([int(np.diff(type_bounds)[self.partid]) for type_bounds in bounds]).tolist()]
+        sizes = [int(np.diff(type_bounds)[self.partid]) for type_bounds in bounds]
+        return [0, *np.cumsum(sizes).tolist()]
 
     _num_nodes: Any = InnerAttribute(PartitionBook, "num_nodes")
     _num_edges: Any = InnerAttribute(PartitionBook, "num_edges")
@@ -92,11 +95,13 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     def shared_memory(self, graph_name: str) -> None:
         raise ConfigError("every rank has the book, which is a few numbers. Leave shared_memory() out.")
 
-    def _find_book(self, kind: str | EdgeType | None) -> PartitionBook:
-        """Return the book for ids of ``kind``. DGL's defaults usually mean homogeneous ids."""
+    def _find_book(self, type_name: str | EdgeType | None) -> PartitionBook:
+        """Return the book for ids of a type. DGL's defaults usually mean homogeneous ids."""
         book = self.inner
-        is_type = kind in book.ntypes or kind in (*book.canonical_etypes, *book.etypes)
-        if is_type or kind not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
+        if type_name not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
+            return book
+        # The graph may have a type of that name.
+        if type_name in (*book.ntypes, *book.canonical_etypes, *book.etypes):
             return book
         if self._unusual:
             self._refuse_homogeneous()
@@ -104,14 +109,15 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
 
 def _adapt_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of our book as one of DGL's, where a default type can mean homogeneous ids."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
     def call(self: RangePartitionBook, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        _, *ids, kind = bound.args
-        return method(self._find_book(kind), *ids, kind)
+        _, *ids, type_name = bound.args
+        return method(self._find_book(type_name), *ids, type_name)
 
     return call
 
@@ -120,11 +126,11 @@ for _name in ("nid2partid", "partid2nids", "nid2localnid", "eid2partid", "partid
     setattr(RangePartitionBook, _name, _adapt_method(getattr(PartitionBook, _name)))
 
 
-def _bounds(ranges: Mapping[K, Any], kinds: Mapping[K, int], num_parts: int) -> tuple[dict[K, Array], str]:
+def _bounds(ranges: Mapping[K, Any], types: Mapping[K, int], num_parts: int) -> tuple[dict[K, Array], str]:
     """Return (P + 1,) first ids by type, and a text if ids are not ordered by part and then by type."""
     arrays: dict[K, Array] = {}
     bounds: dict[K, Array] = {}
-    for key in sorted(kinds, key=kinds.__getitem__):
+    for key in sorted(types, key=types.__getitem__):
         arrays[key] = np.asarray(ranges.get(key, []), dtype=np.int64)
         if arrays[key].shape != (num_parts, 2):
             raise ConfigError(f"the map of {key!r} has shape {arrays[key].shape}, not ({num_parts}, 2)")
@@ -132,7 +138,9 @@ def _bounds(ranges: Mapping[K, Any], kinds: Mapping[K, int], num_parts: int) -> 
 
     starts_by_type = IdRanges.from_offsets([*bounds.values()]).starts
     for (key, array), starts in zip(arrays.items(), starts_by_type, strict=True):
-        if (array[:, 0] != starts)[array[:, 1] > array[:, 0]].any():
+        # An empty range may start anywhere.
+        is_filled = array[:, 1] > array[:, 0]
+        if (array[:, 0] != starts)[is_filled].any():
             return bounds, f"the map of {key!r} is {array.tolist()}, which is not in order of the types"
     return bounds, ""
 
@@ -145,11 +153,15 @@ def remember_graph(g: DistGraph) -> None:
     graphs = _GRAPHS.get(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
-    if g.dataset.manifest.num_parts == 1:
-        for etype in g.canonical_etypes:
-            source = np.asarray(g.dataset.part(0).original_edge_ids(etype))
-            if (source[1:] < source[:-1]).any():
-                _EDGE_IDS.get(g.session)[g.kvstore.label, etype] = EdgeIds(source)
+
+    # With several parts, the partition has numbered the edges anew, and scripts know these ids.
+    if g.dataset.manifest.num_parts > 1:
+        return
+    for etype in g.canonical_etypes:
+        source_ids = np.asarray(g.dataset.part(0).original_edge_ids(etype))
+        is_sorted = (source_ids[1:] >= source_ids[:-1]).all()
+        if not is_sorted:
+            _EDGE_IDS.get(g.session)[g.kvstore.label, etype] = EdgeIds(source_ids)
 
 
 @dataclass(frozen=True)
@@ -177,9 +189,11 @@ def get_edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
 
 def find_our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
     """Return our ids for a script's ids of edges."""
-    if (edge_ids := get_edge_ids(store, etype)) is None:
+    edge_ids = get_edge_ids(store, etype)
+    if edge_ids is None:
         return ids
-    our_ids = torch.from_numpy(edge_ids.ours[as_ids(ids, len(edge_ids.ours), f"the edges {etype}")])
+    positions = as_ids(ids, len(edge_ids.ours), f"the edges {etype}")
+    our_ids = torch.from_numpy(edge_ids.ours[positions])
     return ids_to_device(our_ids, ids.device) if isinstance(ids, Tensor) else our_ids
 
 
@@ -187,8 +201,9 @@ def map_each_type(convert: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
     """Apply :func:`find_our_edges` or :func:`find_shown_edges` to ids of the only type, or by type."""
     if isinstance(edges, Mapping):
         return {key: convert(g.kvstore, g.to_canonical_etype(key), ids) for key, ids in edges.items()}
-    has_one_type = len(g.canonical_etypes) == 1
-    return convert(g.kvstore, g.canonical_etypes[0], edges) if has_one_type else edges
+    if len(g.canonical_etypes) == 1:
+        return convert(g.kvstore, g.canonical_etypes[0], edges)
+    return edges
 
 
 def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
@@ -196,16 +211,19 @@ def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
     edge_ids = get_edge_ids(store, etype)
     if edge_ids is None:
         return ids
-    return ids_to_device(torch.from_numpy(edge_ids.source[as_array(ids)]), ids.device)
+    shown_ids = torch.from_numpy(edge_ids.source[as_array(ids)])
+    return ids_to_device(shown_ids, ids.device)
 
 
 def find_book_graph(book: PartitionBook | None) -> DistGraph:
     """Return the open graph of ``book``, which may be read from a file. None stands for the only graph."""
     books = {g: g.get_partition_book() for g in _open_graphs()}
-    graphs_of_book = [g for g in books if books[g] is book]
-    matching = graphs_of_book or [
-        g for g in books if book is None or _count_rows(books[g]) == _count_rows(book)
-    ]
+    matching = [g for g in books if books[g] is book]
+    if not matching:
+        # A book from a file equals that of its graph in all sizes.
+        sizes = None if book is None else _count_rows(book)
+        matching = [g for g in books if sizes is None or _count_rows(books[g]) == sizes]
+
     names = ", ".join(repr(g.name) for g in books)
     remedy = "Pass g.get_partition_book()."
     if not matching:
@@ -230,18 +248,22 @@ def resolve_node_type(g: DistGraph, ntype: str) -> str:
 
 def resolve_edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
     """Return ``etype``. DGL's default stands for the only edge type, whatever its name."""
-    is_default = etype in (EDGE_TYPE, EDGE_TYPE[1])
-    return g.canonical_etypes[0] if is_default and len(g.canonical_etypes) == 1 else etype
+    if etype in (EDGE_TYPE, EDGE_TYPE[1]) and len(g.canonical_etypes) == 1:
+        return g.canonical_etypes[0]
+    return etype
 
 
 def _open_graphs() -> Sequence[DistGraph]:
+    """Return the open graphs. The graph that was opened last comes last."""
     last = cast("DistGraph", get_opened_graph())
-    return [*(g for g in _GRAPHS.get(current_session()) if g is not last), last]
+    earlier = [g for g in _GRAPHS.get(current_session()) if g is not last]
+    return [*earlier, last]
 
 
 def _count_rows(book: PartitionBook) -> dict[str | EdgeType, int]:
-    nodes: dict[str | EdgeType, int] = {ntype: book.num_nodes(ntype) for ntype in book.ntypes}
-    return {**nodes, **{etype: book.num_edges(etype) for etype in book.canonical_etypes}}
+    sizes: dict[str | EdgeType, int] = {ntype: book.num_nodes(ntype) for ntype in book.ntypes}
+    sizes.update((etype, book.num_edges(etype)) for etype in book.canonical_etypes)
+    return sizes
 
 
 class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
@@ -257,14 +279,19 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         kind, _, name = policy_str.partition("~")
         if kind not in ("node", "edge"):
             raise ConfigError(f"policy_str is {policy_str!r}, but must begin with 'node' or 'edge'")
+
         book = partition_book.inner
-        is_node = kind == "node"
-        etype = name or format_type(EDGE_TYPE)
-        known: Any = name or NODE_TYPE if is_node else resolve_etype(etype, book.canonical_etypes)
+        type_name: str | EdgeType
+        if kind == "node":
+            type_name = name or NODE_TYPE
+            bounds = book.node_bounds(type_name)
+        else:
+            type_name = resolve_etype(name or format_type(EDGE_TYPE), book.canonical_etypes)
+            bounds = book.edge_bounds(type_name)
         self.inner = InnerPartitionPolicy(
             kind=cast("Any", kind),
-            type_name=known,
-            bounds=book.node_bounds(known) if is_node else book.edge_bounds(known),
+            type_name=type_name,
+            bounds=bounds,
             partition_book=book,
             # Only the policies of an open graph have a store. inner_policy() finds that of this book.
             store=cast("KVStore", None),
@@ -305,6 +332,9 @@ def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> Inner
         return policy
     if not isinstance(policy, PartitionPolicy):
         raise ConfigError(f"part_policy is {policy!r}. Pass g.get_node_partition_policy(ntype).")
+
     g = find_book_graph(policy.inner.partition_book)
-    key = policy.inner.type_name
-    return g.get_node_partition_policy(key) if isinstance(key, str) else g.get_edge_partition_policy(key)
+    type_name = policy.inner.type_name
+    if isinstance(type_name, str):
+        return g.get_node_partition_policy(type_name)
+    return g.get_edge_partition_policy(type_name)

@@ -43,9 +43,10 @@ class Wrapper(Shared):
     inner: Any
 
     def __init_subclass__(cls, of: type[Any] = object) -> None:
-        Wrapper.views |= {} if of is object else {of: cls}
+        if of is not object:
+            Wrapper.views[of] = cls
         for name in dir(of):
-            if not (name.startswith("_") or hasattr(cls, name)):
+            if not name.startswith("_") and not hasattr(cls, name):
                 setattr(cls, name, InnerAttribute(of, name))
 
     @classmethod
@@ -67,9 +68,14 @@ def view(value: Any) -> Any:
         return Wrapper.views[type(value)].over(value)
     if type(value) is tuple:
         return tuple(map(view, value))
-    if inspect.ismethod(value):
-        return functools.wraps(value)(lambda *args, **kwargs: view(value(*args, **kwargs)))
-    return value
+    if not inspect.ismethod(value):
+        return value
+
+    @functools.wraps(value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return view(value(*args, **kwargs))
+
+    return call
 
 
 class UnknownTypeError(ConfigError, dgl.DGLError):
