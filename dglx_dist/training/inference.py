@@ -352,7 +352,7 @@ def _make_compute(
         for block in graph_blocks:
             note_edge_order(block, g.orig_edge_ids)
         output = run_pass(graph_blocks, nest(inputs))
-        return _select_leaves(ntype, output, g, len(ids))
+        return select_leaves(ntype, output, g, len(ids))
 
     return compute
 
@@ -427,7 +427,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dict[Path, Tensor]:
+def select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dict[Path, Tensor]:
     """Return the rows of a node type by path. Raise ConfigError if one has not ``num_nodes`` rows."""
     leaves = {}
     for path, leaf in flatten(output).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -20,16 +20,22 @@ from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import find_float_parameter
 from dglx_dist.training.inference import (
     EdgeNames,
+    Path,
     evaluating,
     gather_module,
     list_layers,
+    nest,
     place_with_degrees,
     read_first_rows,
+    select_leaves,
 )
 from dglx_dist.training.models import InferenceLayer
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+_Rows: TypeAlias = dict[Path, Tensor]
+"""Rows of nodes, by their path in the result of a layer."""
 
 
 @final
@@ -86,8 +92,10 @@ class Predictor:
         self._batch_size = check_integer("batch_size", batch_size, least=1)
         self._lock = threading.Lock()
 
-    def __call__(self, ids: Ids) -> Tensor:
+    def __call__(self, ids: Ids) -> Any:
         """Return the (K, ...) results of the (K,) nodes ``ids``, on the device of the model.
+
+        This is a tensor, or tensors in the structure of the last layer's result.
 
         The ids are those of the distributed graph, in any order, and may be repeated. Pass
         ``g.new_ids(user_ids)`` for the user's ids. Raises IndexError for an id that does not exist, and
@@ -96,8 +104,12 @@ class Predictor:
         distinct, positions = np.unique(as_ids(ids, self._g.num_nodes(), "node"), return_inverse=True)
         num_pieces = max(-(-len(distinct) // self._batch_size), 1)
         with self._lock, evaluating(self._module):
-            rows = [self._compute(len(self._steps), ids) for ids in np.array_split(distinct, num_pieces)]
-        return torch.cat(rows)[torch.from_numpy(positions)]
+            results = [self._compute(len(self._steps), ids) for ids in np.array_split(distinct, num_pieces)]
+        rows = {}
+        for path in results[0]:
+            joined = torch.cat([result[path] for result in results])
+            rows[path] = joined[torch.from_numpy(positions)]
+        return nest(rows)
 
     def update(self, name: str, ids: Ids, rows: Any) -> None:
         """Use the (K, ...) ``rows`` as the column ``name`` of the nodes ``ids`` from now on.
@@ -144,43 +156,43 @@ class Predictor:
         slots = torch.from_numpy(self._slot_of_node[distinct])
         self._changed_rows[slots] = rows[torch.from_numpy(last_positions)].to(self._changed_rows.dtype)
 
-    def _compute(self, depth: int, ids: Array) -> Tensor:
+    def _compute(self, depth: int, ids: Array) -> _Rows:
         """Return the (n, ...) rows of layer ``depth`` at the distinct ``ids``. Layer 0 has the features."""
-        parameter = find_float_parameter(self._module)
         if depth == 0:
-            input_rows = self._input_rows[torch.from_numpy(ids)]
-            slots = self._slot_of_node[ids]
-            if (slots >= 0).any():
-                input_rows[torch.from_numpy(slots >= 0)] = self._changed_rows[
-                    torch.from_numpy(slots[slots >= 0])
-                ]
-            return input_rows.to(parameter.device, parameter.dtype)
-
+            return {(): self._read_inputs(ids)}
         cache = self._caches[depth - 1]
         is_kept, kept_rows = cache.read(ids)
         missing = ids[~is_kept]
-        if not len(missing) and kept_rows is not None:
+        if kept_rows and not len(missing):
             return kept_rows
 
         items = {self._g.ntypes[0]: missing}
         block: Any = self._maker.complete(self._maker.sample_items(items, 0, step=0)).blocks[0]
         source_rows = self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
-        placed_block = place_with_degrees(block, self._g, parameter.device)
+        placed_block = place_with_degrees(block, self._g, find_float_parameter(self._module).device)
         note_edge_order(placed_block, self._g.orig_edge_ids)
-        computed_rows = self._steps[depth - 1](placed_block, source_rows)
-        if not isinstance(computed_rows, Tensor) or len(computed_rows) != len(missing):
-            raise ConfigError(
-                f"layer {depth} returns {type(computed_rows).__name__}, but a Predictor needs a tensor with "
-                "a row for each destination. Use dx.layerwise_inference."
-            )
+        output = self._steps[depth - 1](placed_block, nest(source_rows))
+        computed_rows = select_leaves(self._g.ntypes[0], output, self._g, len(missing))
         cache.write(missing, computed_rows)
-        if kept_rows is None:
+        if not kept_rows:
             return computed_rows
 
-        rows = computed_rows.new_empty((len(ids), *computed_rows.shape[1:]))
-        rows[torch.from_numpy(is_kept)] = kept_rows
-        rows[torch.from_numpy(~is_kept)] = computed_rows
+        rows = {}
+        for path, computed in computed_rows.items():
+            rows[path] = computed.new_empty((len(ids), *computed.shape[1:]))
+            rows[path][torch.from_numpy(is_kept)] = kept_rows[path]
+            rows[path][torch.from_numpy(~is_kept)] = computed
         return rows
+
+    def _read_inputs(self, ids: Array) -> Tensor:
+        """Return the (n, ...) features of ``ids``, with those that were updated."""
+        rows = self._input_rows[torch.from_numpy(ids)]
+        slots = self._slot_of_node[ids]
+        is_updated = slots >= 0
+        if is_updated.any():
+            rows[torch.from_numpy(is_updated)] = self._changed_rows[torch.from_numpy(slots[is_updated])]
+        parameter = find_float_parameter(self._module)
+        return rows.to(parameter.device, parameter.dtype)
 
 
 @final
@@ -193,28 +205,30 @@ class _RowCache:
         self._last_use = np.zeros(capacity, np.int64)
         self._free_slots = np.arange(capacity)
         self._num_uses = 0
-        self._rows: Tensor | None = None
+        self._rows: _Rows = {}
 
-    def read(self, ids: Array) -> tuple[Array, Tensor | None]:
-        """Return a (n,) bool mask of the kept ``ids``, and their rows, or None if no row is kept."""
+    def read(self, ids: Array) -> tuple[Array, _Rows]:
+        """Return a (n,) bool mask of the kept ``ids``, and their rows, or no rows if none is kept."""
         slots = self._slot_of_node[ids]
         is_kept = slots >= 0
-        if self._rows is None or not is_kept.any():
-            return np.zeros(len(ids), bool), None
+        if not is_kept.any():
+            return is_kept, {}
 
         kept_slots = slots[is_kept].astype(np.int64)
         self._num_uses += 1
         self._last_use[kept_slots] = self._num_uses
-        return is_kept, self._rows[torch.from_numpy(kept_slots)]
+        positions = torch.from_numpy(kept_slots)
+        return is_kept, {path: rows[positions] for path, rows in self._rows.items()}
 
-    def write(self, ids: Array, rows: Tensor) -> None:
+    def write(self, ids: Array, rows: _Rows) -> None:
         """Keep the (n, ...) ``rows`` of nodes that are not kept yet, or of as many as fit."""
         capacity = len(self._node_of_slot)
         count = min(len(ids), capacity)
         if count == 0:
             return
-        if self._rows is None:
-            self._rows = rows.new_empty((capacity, *rows.shape[1:]))
+        if not self._rows:
+            for path, leaf in rows.items():
+                self._rows[path] = leaf.new_empty((capacity, *leaf.shape[1:]))
 
         num_missing = count - len(self._free_slots)
         if num_missing > 0:
@@ -230,7 +244,8 @@ class _RowCache:
         self._last_use[slots] = self._num_uses
         self._node_of_slot[slots] = ids[:count]
         self._slot_of_node[ids[:count]] = slots
-        self._rows[torch.from_numpy(slots)] = rows[:count]
+        for path, leaf in rows.items():
+            self._rows[path][torch.from_numpy(slots)] = leaf[:count]
 
     def drop(self, is_changed: Array) -> None:
         """Forget the rows of the nodes that the (N,) bool array marks."""

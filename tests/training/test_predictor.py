@@ -108,6 +108,27 @@ def test_reads_edge_columns_and_functions_between_layers(g: DistGraph) -> None:
     assert measure_difference(predictor(torch.arange(30)), infer(model, g, **options)[:30]) < 1e-12
 
 
+@pytest.mark.parametrize("cache_rows", [5, 100_000])
+def test_layers_may_pass_on_several_tensors(g: DistGraph, cache_rows: int) -> None:
+    """As jumping knowledge does."""
+    model = Net()
+    first, second, third = model.inference_layers()
+
+    def keep(block: Any, h: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        rows, before = h
+        return {"rows": second(block, rows), "before": before[: block.num_dst_nodes()]}
+
+    def join(block: Any, h: dict[str, Tensor]) -> Tensor:
+        scores: Tensor = third(block, h["rows"]) + h["before"][: block.num_dst_nodes(), :3]
+        return scores
+
+    layers = [lambda block, h: (first(block, h), h[: block.num_dst_nodes()]), keep, join]
+    predictor = dx.Predictor(model, g, layers=layers, cache_rows=cache_rows)
+    expected = infer(model, g, layers=layers)
+    for ids in (torch.arange(20), torch.arange(10, 60), torch.arange(5)):
+        assert measure_difference(predictor(ids), expected[ids]) < 1e-12
+
+
 def test_kept_rows_are_not_computed_again(g: DistGraph) -> None:
     calls = []
     model = Net()
@@ -246,9 +267,9 @@ def test_mistakes_are_refused(g: DistGraph) -> None:
         dx.Predictor(Net(), g, cache_rows=-1)
     with pytest.raises(ConfigError, match="inference_layers"):
         dx.Predictor(nn.Linear(4, 3), g)
-    pairs = dx.Predictor(Net(), g, layers=[lambda block, h: (h, h)])
-    with pytest.raises(ConfigError, match="layer 1 returns tuple"):
-        pairs([3])
+    summing = dx.Predictor(Net(), g, layers=[lambda block, h: h.sum()])
+    with pytest.raises(ConfigError, match="with a row for each"):
+        summing([3])
 
 
 def test_several_types_are_refused(tmp_path: Path) -> None:
