@@ -9,6 +9,7 @@ from dglx_dist.cli.common import write
 from dglx_dist.cli.doctor import doctor
 from dglx_dist.cli.partition import ingest, partition
 from dglx_dist.cli.plan import plan
+from dglx_dist.cli.predict import predict
 from dglx_dist.cli.report import inspect, report
 from dglx_dist.cli.serverless import lambda_app
 from dglx_dist.cli.train import train
@@ -59,7 +60,7 @@ def root(
 
 # The former name --patience of --early-stop still works.
 _RENAMED = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
-for command in (partition, ingest, inspect, plan, train, report):
+for command in (partition, ingest, inspect, plan, train, predict, report):
     app.command(no_args_is_help=True, context_settings=_RENAMED if command is train else None)(command)
 app.command()(doctor)
 app.add_typer(lambda_app)

@@ -296,7 +296,7 @@ def _write_outputs(
     assert isinstance(target, str), "links over time have no outputs"
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have this method
-    options: dict[str, Any] = {"edge_feats": _edge_columns(plan)}
+    options: dict[str, Any] = {"edge_feats": list_edge_columns(plan)}
     if inputs is not None:
         options["inputs"] = inputs.tensors
 
@@ -614,7 +614,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
             raise ConfigError(f"{FEATURE!r} of {folder} has shape {data[FEATURE].shape}, but must be (N, F)")
 
 
-def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
+def list_edge_columns(plan: TrainConfig) -> tuple[str, ...]:
     return () if plan.edge_weight is None else (plan.edge_weight,)
 
 
@@ -714,7 +714,7 @@ def _fit(
     loading: dict[str, Any] = {}
     if isinstance(target, str):
         loading = _list_loader_options(plan, fanouts=plan.fanouts, batch_size=plan.batch_size)
-        options |= {"ntype": target, "edge_feats": _edge_columns(plan)}
+        options |= {"ntype": target, "edge_feats": list_edge_columns(plan)}
         # Models without layers for inference are evaluated on neighbourhoods of this depth.
         options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
     else:

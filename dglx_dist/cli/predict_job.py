@@ -1,0 +1,197 @@
+"""The work of ``dglx predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dglx_dist.api import init
+from dglx_dist.cli.predict import PredictCommand
+from dglx_dist.cli.train_job import PREDICTION, SCORES, build, list_edge_columns
+from dglx_dist.data.storage.files import name_write_failures, replace_atomically
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import FEATURE, LABEL, Array
+from dglx_dist.report.run_folder import read_run
+from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
+from dglx_dist.training.config import CLASSIFICATION, LINK, REGRESSION, ModelConfig, TrainConfig
+from dglx_dist.training.export import CLASS, ID
+from dglx_dist.training.inference import find_labelled_type, layerwise_inference
+from dglx_dist.training.predictor import Predictor
+from dglx_dist.training.tasks import read_task, to_predictions, to_probabilities
+
+_MODEL_OPTIONS = (
+    "task",
+    "dropout",
+    "recompute",
+    "model_file",
+    "model_sha256",
+    "edge_weight",
+    "embeddings",
+    "seed",
+)
+"""Options of a run that its model depends on, beside those of ``ModelConfig``."""
+_MOST_SINGLE_NODES = 20_000
+"""Maximum number of nodes that are computed by their neighborhoods. For more, all nodes are computed."""
+
+
+def predict_nodes(config: PredictCommand) -> int:
+    """Predict the nodes and write the table. Return the number of nodes.
+
+    Raises ConfigError if the run, the dataset and the nodes do not belong together, and StorageError if a
+    file cannot be read or written.
+    """
+    run = read_run(config.run)
+    plan = _read_plan(run.config, config)
+    names = None if config.nodes is None else _read_ids(config.nodes)
+    with init("data_parallel", seed=plan.seed, device=plan.device) as session:
+        g = DistGraph(plan.data, structure="replicated", session=session)
+        _check_dataset(g, run.config, config)
+        ntype = find_labelled_type(g)
+        ids = torch.arange(g.num_nodes(ntype)) if names is None else _find_nodes(g, ntype, names, config)
+        module = _load_model(plan, g, ntype, config)
+        scores = _compute_scores(module, plan, g, ntype, ids)
+        table = _make_table(g, ntype, plan, ids, scores, with_scores=config.scores)
+        g.close()
+
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    with name_write_failures(config.out), replace_atomically(config.out) as partial:
+        if config.out.suffix == ".csv":
+            pa.csv.write_csv(table, partial)
+        else:
+            pq.write_table(table, partial)
+    return len(table)
+
+
+def _read_plan(run_config: Mapping[str, Any], config: PredictCommand) -> TrainConfig:
+    """Return the options of the run that its model depends on."""
+    names = {field.name for field in fields(ModelConfig)} | {*_MODEL_OPTIONS}
+    values: dict[str, Any] = {}
+    for name in names & run_config.keys():
+        value = run_config[name]
+        values[name] = tuple(value) if isinstance(value, list) else value
+    plan = TrainConfig(data=config.data or run_config["data"], **values)
+    if plan.task == LINK:
+        raise ConfigError(
+            f"{config.run} predicts links, but dglx predict predicts nodes. Rank links with `dglx train "
+            "--task link --predictions DIR`."
+        )
+    if plan.embeddings is not None:
+        raise ConfigError(
+            f"the nodes of {config.run} have trainable rows, which are only in checkpoints. Predict all "
+            "nodes with `dglx train --predictions DIR`."
+        )
+    return plan
+
+
+def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictCommand) -> None:
+    """Raise ConfigError if ``g`` is another graph than that of the run."""
+    found = {"graph": g.name, "nodes": g.num_nodes(), "edges": g.num_edges()}
+    for name, value in found.items():
+        if run_config.get(name) != value:
+            raise ConfigError(
+                f"{config.run} trained on a dataset with {name} {run_config.get(name)!r}, but "
+                f"{g.dataset.folder} has {value!r}. Name the dataset of the run with --data DIR."
+            )
+    missing = [ntype for ntype in g.ntypes if FEATURE not in g.nodes[ntype].data]
+    if missing:
+        raise ConfigError(
+            f"nodes of type {missing[0]!r} have trainable rows, which are only in checkpoints. Predict all "
+            "nodes with `dglx train --predictions DIR`."
+        )
+
+
+def _read_ids(path: Path) -> Array:
+    """Read the ids of nodes, as texts or integers. Raise StorageError if the file has none."""
+    try:
+        if path.suffix == ".txt":
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return np.array([line.strip() for line in lines if line.strip()], str)
+        if path.suffix == ".parquet":
+            table = pq.read_table(path)
+        else:
+            # As in tables of nodes, an id like 007 is a text.
+            options = pa.csv.ConvertOptions(column_types={ID: pa.string()})
+            table = pa.csv.read_csv(path, convert_options=options)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise StorageError(f"--nodes {path} cannot be read: {error}") from error
+    if ID not in table.column_names:
+        raise StorageError(
+            f"--nodes {path} has no column {ID!r} (columns: {', '.join(table.column_names)}). Rename the "
+            "column of the ids."
+        )
+    column = table[ID].combine_chunks()
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictCommand) -> Tensor:
+    """Return the ids in ``g`` of the nodes that the user names."""
+    if g.dataset.manifest.user_ids.get(ntype) != "string" and names.dtype.kind in "UO":
+        try:
+            names = names.astype(np.int64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--nodes {config.nodes}: {error}, but the ids of the dataset are integers."
+            ) from error
+    try:
+        return g.new_ids(names, ntype, from_user_ids=True)
+    except IndexError as error:
+        raise ConfigError(f"--nodes {config.nodes}: {error}") from error
+
+
+def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, config: PredictCommand) -> nn.Module:
+    """Build the model of the run, and load its weights."""
+    path = Path(config.run) / (BEST_WEIGHTS if config.weights == "best" else FINAL_WEIGHTS)
+    _, width = read_task(g, ntype, LABEL, plan.task)
+    module, _, _ = build(plan, g, ntype, width or g.num_classes(ntype))
+    if plan.task == REGRESSION:
+        # The file replaces these values.
+        module.standardise(torch.zeros(width), torch.ones(width))  # type: ignore[operator]  # all models have it
+    try:
+        module.load_state_dict(load_file(path))
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"the weights in {path} do not fit the model of {config.run}: {error}") from error
+    return module.to(g.session.device)
+
+
+def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: str, ids: Tensor) -> Tensor:
+    """Return the (n, C) scores of the nodes ``ids``."""
+    edge_columns = list_edge_columns(plan)
+    if g.is_homogeneous and len(ids) <= _MOST_SINGLE_NODES:
+        scores: Tensor = Predictor(module, g, edge_feats=edge_columns)(ids)
+        return scores.cpu()
+    tables = layerwise_inference(module, g, ntypes=[ntype], edge_feats=edge_columns)
+    table = tables[ntype] if isinstance(tables, Mapping) else tables
+    rows: Tensor = table[ids]
+    return rows
+
+
+def _make_table(
+    g: DistGraph, ntype: str, plan: TrainConfig, ids: Tensor, scores: Tensor, *, with_scores: bool
+) -> pa.Table:
+    """Return the table of answers, with the user's ids."""
+    predictions = to_predictions(plan.task, scores).numpy()
+    columns = {ID: pa.array(g.user_ids(ids, ntype)), PREDICTION: _to_column(predictions)}
+    names = g.dataset.manifest.class_names.get(ntype, ())
+    if plan.task == CLASSIFICATION and len(names):
+        columns[CLASS] = pa.array(names).take(pa.array(predictions))
+    if with_scores:
+        columns[SCORES] = _to_column(to_probabilities(plan.task, scores).float().numpy())
+    return pa.table(columns)
+
+
+def _to_column(values: Array) -> pa.Array:
+    """Return a column of the (n,) values, or of lists of the (n, C) values."""
+    if values.ndim == 1:
+        return pa.array(values)
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
