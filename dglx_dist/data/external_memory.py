@@ -90,7 +90,6 @@ def open_budget(limit: int) -> Budget:
             f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
             f"itself; {budget.remedy(MIN_WORK_BYTES)} at least"
         )
-
     return budget
 
 
@@ -380,7 +379,6 @@ def sort_edges(
             release_memory()
 
         shutil.rmtree(piece / "buckets")
-
     return result
 
 
@@ -435,7 +433,6 @@ def _write_buckets(
         )
         buckets.append(bucket_of[selection], records[selection])
         advance(len(records))
-
     return buckets
 
 

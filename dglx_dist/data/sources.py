@@ -361,8 +361,8 @@ DATASETS: Registry[DatasetSource] = Registry(
     DatasetSource,  # type: ignore[type-abstract]  # the base is only compared with
     builtin={
         "synthetic": "dglx_dist.data.synthetic:SyntheticSource",
-        "npz": "dglx_dist.data.graph_files:NpzSource",
-        "torch": "dglx_dist.data.graph_files:TorchSource",
+        "npz": "dglx_dist.data.array_graphs:NpzSource",
+        "torch": "dglx_dist.data.array_graphs:TorchSource",
         "networkx": "dglx_dist.data.graph_files:NetworkxSource",
         "edge_list": "dglx_dist.data.graph_files:EdgeListSource",
         "dgl": "dglx_dist.data.sources:DglDataSource",

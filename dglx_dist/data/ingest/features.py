@@ -356,5 +356,4 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
         row = find_first_true(has_overflow)
         value = rows[row][is_overflow[row]][0]
         raise columns.error(f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale it", row)
-
     return stored

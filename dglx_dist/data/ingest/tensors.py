@@ -382,7 +382,6 @@ class TypeRows:
                 message = f"no label, but the row is in the {split} split; leave it out of that split"
                 raise column_error(str(path), str(label.column), message, row)
             first_row += len(code)
-
         return row_codes
 
     def _find_labelled(self, labels: Spill | None) -> Iterator[Array]:

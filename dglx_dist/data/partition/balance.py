@@ -265,7 +265,6 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
         _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(max_loss))
         if (loads <= capacity * (1 + 1e-9)).all():
             break
-
     return part
 
 

@@ -190,7 +190,6 @@ def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> A
         for edges in iterate_slices(len(destinations)):
             # np.bincount would copy the ids, and return counts of all nodes for each slice.
             _count_ids(destinations[edges], type_degrees)
-
     return degrees
 
 
@@ -226,7 +225,6 @@ def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
         values = graph.node_data.get(ntype, {}).get(column)
         if values is not None:
             weights[rows] = _compute_weight(values, constraint, ntype)
-
     return weights
 
 
@@ -584,7 +582,6 @@ def _merge(
 
         begin = end
         indptr[u + 1] = num_written
-
     return num_written
 
 

@@ -185,7 +185,6 @@ def _order_breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
                     is_seen[v] = True
                     order[num_found] = v
                     num_found += 1
-
     return order
 
 

@@ -207,7 +207,6 @@ def partition_to_disk(
             write_columns(open_dataset(target, verify="never"), split.parts.num_parts)
         except StorageError as error:
             log.warning("%s", error)
-
     return split.quality
 
 

@@ -96,7 +96,6 @@ def partition(
             _refine, *levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks
         )
         parts = workspace.array(f"parts{level - 1}", refine, shared=True)
-
     return parts
 
 
@@ -320,7 +319,6 @@ def _propose(
         # The next block must see the state before the round.
         for move in range(first_move, num_moves):
             _move(moves[move, 0], moves[move, 2], labels, loads, matrix)
-
     return num_moves
 
 
@@ -338,7 +336,6 @@ def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
         else:
             # Other nodes of the same round took the room, so the node is marked to try again.
             marked[u] = True
-
     return num_moved
 
 
@@ -424,7 +421,6 @@ def _count_between(adjacency: _Adjacency, coarse_of: Array, num_entries: Array) 
             if coarse_of[indices[e]] != row:
                 num_entries[row] += 1
                 total += edge_weights[e] if has_weights else 1
-
     return total
 
 

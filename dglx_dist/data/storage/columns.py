@@ -159,7 +159,6 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
             f"{path} holds {dtype} of shape {shape}, but the manifest says {expected.dtype} "
             f"of shape {(num_rows, *expected.row_shape)}; partition the graph again"
         )
-
     return array
 
 

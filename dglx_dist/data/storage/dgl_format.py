@@ -415,7 +415,6 @@ def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Arra
         structure.ndata[dgl.NTYPE] = torch.from_numpy(node_types.astype(np.int32))
         edge_types, _ = edges.locate(edge_ids)
         structure.edata[dgl.ETYPE] = torch.from_numpy(edge_types.astype(np.int32))
-
     return structure
 
 

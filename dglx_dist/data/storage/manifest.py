@@ -151,7 +151,6 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         arrays[f"{folder}/original_ids.arrow"] = original_ids
         for name, info in columns.items():
             arrays[data_path(folder, name)] = _describe_column(info, num_edges)
-
     return arrays
 
 

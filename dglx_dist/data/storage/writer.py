@@ -139,7 +139,6 @@ def narrow(
             f"{description} has {piece[index]} in row {row_id}, too large for {dtype};"
             f" store it as {wider}, or scale the column"
         )
-
     return narrowed
 
 
@@ -227,7 +226,6 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
         part_sizes = np.bincount(part_of, minlength=assignment.num_parts)
         offsets = np.concatenate([[0], np.cumsum(part_sizes)])
         orders[ntype] = NodeOrder(new_to_old=new_to_old, old_to_new=old_to_new, offsets=offsets)
-
     return orders
 
 
@@ -573,7 +571,6 @@ class _PartWriter:
             for name, info in columns.items():
                 description = f"edge data {name!r} of {etype}"
                 self._write_column(data_path(folder, name), info, rows, data[name], description, ids)
-
         return order.offsets
 
     def _write_column(
