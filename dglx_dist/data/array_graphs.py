@@ -153,8 +153,8 @@ def convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     matrix = matrix.tocoo()
     if matrix.shape[0] != matrix.shape[1]:
         raise DatasetError(
-            f"{path}: the matrix has shape {matrix.shape}, but the matrix of a graph is square; for two "
-            "types of nodes write tables (docs/guides/your_data.md)"
+            f"{path}: the matrix has shape {matrix.shape}, but the matrix of a graph is "
+            "square; for two types of nodes write tables (docs/guides/your_data.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
     if (matrix.data != 1).any():
@@ -184,8 +184,8 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
 def _read_matrix(path: Path, num_bytes: int, workspace: Workspace | None) -> dict[str, Array]:
     if workspace is not None and not workspace.fits(num_bytes):
         raise ConfigError(
-            f"{path}: a matrix is read at once, which takes {format_bytes(num_bytes)}; grant more --memory, "
-            "or save its rows and columns as src and dst"
+            f"{path}: a matrix is read at once, which takes {format_bytes(num_bytes)}; grant "
+            "more --memory, or save its rows and columns as src and dst"
         )
     return convert_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
 
@@ -238,9 +238,9 @@ def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
         total = sum(converted_bytes.values())
         if not workspace.fits(total):
             raise ConfigError(
-                f"{path}: {', '.join(sorted(converted_bytes))} are converted in memory, which takes up to "
-                f"{format_bytes(total)}; store them as int32, int64 or float32, make a dataset with dglx "
-                "ingest, or grant more --memory"
+                f"{path}: {', '.join(sorted(converted_bytes))} are converted in memory, "
+                f"which takes up to {format_bytes(total)}; store them as int32, int64 or "
+                "float32, make a dataset with dglx ingest, or grant more --memory"
             )
 
         def write(folder: Path) -> None:
@@ -306,9 +306,9 @@ def _read_num_nodes(
                 num_nodes = max(num_nodes, len(column))
     if 8 * num_nodes > machine_memory()[0]:
         raise DatasetError(
-            f"{where}: there are {num_nodes} nodes by num_nodes or the largest id, and one number for each "
-            f"takes {format_bytes(8 * num_nodes)}, more than this machine has; number them from 0 without "
-            "gaps"
+            f"{where}: there are {num_nodes} nodes by num_nodes or the largest id, and one "
+            f"number for each takes {format_bytes(8 * num_nodes)}, more than this machine "
+            "has; number them from 0 without gaps"
         )
     return num_nodes
 
@@ -329,14 +329,14 @@ def _read_columns(
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         if count == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
             raise DatasetError(
-                f"{where}: array {name!r} has {count} rows, and there are as many nodes as edges; rename it "
-                f"to 'node_{name}' or 'edge_{name}'"
+                f"{where}: array {name!r} has {count} rows, and there are as many nodes as "
+                f"edges; rename it to 'node_{name}' or 'edge_{name}'"
             )
         if count == num_edges != num_nodes and is_of_nodes and not is_counted:
             raise DatasetError(
-                f"{where}: array {name!r} has a row for each of the {count} edges, but the largest id is "
-                f"{num_nodes - 1}; give num_nodes={count} if it belongs to nodes, or rename it to "
-                f"'edge_{name}'"
+                f"{where}: array {name!r} has a row for each of the {count} edges, but the "
+                f"largest id is {num_nodes - 1}; give num_nodes={count} if it belongs to "
+                f"nodes, or rename it to 'edge_{name}'"
             )
 
         if count == num_nodes and not (is_of_edges and count == num_edges):
@@ -345,8 +345,8 @@ def _read_columns(
             edge_arrays["weight" if name == EDGE_VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
-                f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
-                f"{num_nodes} nodes nor one for each of the {num_edges} edges"
+                f"{where}: array {name!r} has shape {array.shape}, which is neither one row "
+                f"for each of the {num_nodes} nodes nor one for each of the {num_edges} edges"
             )
         else:
             ignored.append(f"{name} {array.shape}")

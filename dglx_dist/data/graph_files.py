@@ -232,8 +232,8 @@ class EdgeListSource(DatasetSource):
             return _build_from_item_lists(files, name)
         if self._format == "edges":
             raise ConfigError(
-                f"{self._path} is a folder of splits, which holds triples or interactions; give --format "
-                "triples or interactions, or one file of edges"
+                f"{self._path} is a folder of splits, which holds triples or interactions; "
+                "give --format triples or interactions, or one file of edges"
             )
 
         def read_tables() -> Iterator[tuple[Path, Any, str]]:
@@ -266,8 +266,8 @@ class EdgeListSource(DatasetSource):
         _refuse_column_names(rows, where, line)
         if are_triples[0] and not rows.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
             raise DatasetError(
-                f"{where}: the line {lines[1]} is not head, relation and tail like {line}; if that line is a "
-                "header, begin it with #"
+                f"{where}: the line {lines[1]} is not head, relation and tail like {line}; "
+                "if that line is a header, begin it with #"
             )
 
         names = {0: "src", 1: "dst", 2: "weight"}
@@ -406,8 +406,8 @@ def _build_from_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
         widths = {len(words) for words in lines}
         if len(widths) == 1 and max(widths) > 2:
             raise DatasetError(
-                f"{path}: each line has {max(widths)} fields, and some may be ratings or times; write a user "
-                "and an item in each line"
+                f"{path}: each line has {max(widths)} fields, and some may be ratings or "
+                "times; write a user and an item in each line"
             )
         rows += [(user, item, code) for user, *items in lines for item in items]
     where = str(next(iter(files.values())).parent)
@@ -541,8 +541,8 @@ def _build_from_triples(
             is_edge = table.shape[1] == 2 and splits == [-1]
             meaning = "edges if it is an edge" if is_edge else "interactions if it is a user and its items"
             raise DatasetError(
-                f"{path}: the line {line} is not head, relation and tail; remove a header, or add "
-                f"--format {meaning}"
+                f"{path}: the line {line} is not head, relation and tail; remove a header, "
+                f"or add --format {meaning}"
             )
         table = table.apply(lambda column: column.str.rstrip())
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))

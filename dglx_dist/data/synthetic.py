@@ -251,8 +251,8 @@ class SyntheticConfig:
         check_ranges(self, "{name}={value!r} of the synthetic graph")
         if self.train_rate + self.val_rate + self.test_rate > 1 + 1e-9:
             raise ConfigError(
-                f"train_rate={self.train_rate}, val_rate={self.val_rate} and test_rate={self.test_rate} "
-                f"sum to more than 1; lower one of them"
+                f"train_rate={self.train_rate}, val_rate={self.val_rate} and "
+                f"test_rate={self.test_rate} sum to more than 1; lower one of them"
             )
 
         count = self.num_communities

@@ -47,8 +47,8 @@ def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
 
 
 _CONVENTION = (
-    "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
-    "each .csv or .parquet"
+    "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and "
+    "edges/SOURCE__RELATION__DESTINATION.csv, each .csv or .parquet"
 )
 
 
@@ -58,8 +58,8 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
         raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
     if (folder / "manifest.json").is_file():
         raise DatasetError(
-            f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
-            "directly, or partition the original graph"
+            f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; "
+            "train on it directly, or partition the original graph"
         )
 
     if (folder / "graph.json").is_file():
@@ -220,8 +220,8 @@ def _choose_names(listed: str, columns: Sequence[str], where: str, option: str) 
     for name in [*filter(None, names), *names[:-1]]:
         if name not in columns:
             raise DatasetError(
-                f"{where} has the column {name!r} of {option}{suggest_name(name, columns)} (columns: "
-                f"{', '.join(columns) or 'none'})"
+                f"{where} has the column {name!r} of {option}{suggest_name(name, columns)} "
+                f"(columns: {', '.join(columns) or 'none'})"
             )
     return names
 
@@ -331,8 +331,8 @@ def _find_id_column(
     else:
         return None
     raise DatasetError(
-        f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); choose one with "
-        f"--id COLUMN{remedy}"
+        f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); "
+        f"choose one with --id COLUMN{remedy}"
     )
 
 
@@ -501,8 +501,8 @@ def _make_text_error(table_column: TableColumn, name: str, has_id: bool, is_node
     if name == FEATURE:
         example = table_column.values[0].as_py()
         return table_column.error(
-            f"holds texts, such as {example!r:.40}; write numbers in columns feat_0, feat_1 ..., or lists of "
-            "numbers in Parquet"
+            f"holds texts, such as {example!r:.40}; write numbers in columns feat_0, feat_1 "
+            "..., or lists of numbers in Parquet"
         )
 
     hint = "save triples as a .tsv without a header"
@@ -511,8 +511,8 @@ def _make_text_error(table_column: TableColumn, name: str, has_id: bool, is_node
         if not has_id:
             hint = f"{hint}, or 'id' if it has the ids (--id {name})"
     return table_column.error(
-        f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a folder "
-        f"of tables: --option ignore={name})"
+        f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it "
+        f"out (in a folder of tables: --option ignore={name})"
     )
 
 

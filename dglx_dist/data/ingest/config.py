@@ -300,8 +300,8 @@ def _parse_feature(entry: Fields) -> FeatureSpec:
     transform = transform_entry.optional("name", transform_entry.nonempty_text, "")
     if transform not in TRANSFORMS:
         raise entry.error(
-            f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
-            "table beforehand"
+            f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); "
+            "apply it to the table beforehand"
         )
 
     keys = TRANSFORMS[transform]
@@ -377,6 +377,6 @@ def _check_types(config: IngestConfig) -> None:
         for ntype in (source, destination):
             if ntype not in names:
                 raise ConfigError(
-                    f"{config.path}: the edges {(source, relation, destination)} use the node type "
-                    f"{ntype!r}, which is not among nodes ({', '.join(names)})"
+                    f"{config.path}: the edges {(source, relation, destination)} use the "
+                    f"node type {ntype!r}, which is not among nodes ({', '.join(names)})"
                 )

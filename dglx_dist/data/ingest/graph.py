@@ -300,8 +300,8 @@ def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
         reverse[etype] = (etype[2], f"{etype[1]}{REVERSE}", etype[0])
         if reverse[etype] in etypes:
             raise ConfigError(
-                f"{config.path}: reverse edges of {etype} would be {reverse[etype]}, which is described "
-                "already; leave --add-reverse-edges out"
+                f"{config.path}: reverse edges of {etype} would be {reverse[etype]}, which "
+                "is described already; leave --add-reverse-edges out"
             )
     return reverse
 

@@ -222,8 +222,8 @@ def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memo
     if num_named != num_nodes:
         names = ", ".join(str(path) for files in spec.files.values() for path in files.paths)
         raise DatasetError(
-            f"{names}: {num_named - num_nodes} ids are named more than once, in one file or in two; name "
-            "each node of a split once"
+            f"{names}: {num_named - num_nodes} ids are named more than once, in one file or "
+            "in two; name each node of a split once"
         )
 
 

@@ -176,9 +176,9 @@ class Partitioner(ABC):
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
             alternatives = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
-                f"{type(self).__name__} only works in memory, and {graph.total_edges} edges take "
-                f"about {format_bytes(num_bytes)}; grant more --memory, "
-                f"or choose {', '.join(alternatives)}"
+                f"{type(self).__name__} only works in memory, and {graph.total_edges} edges "
+                f"take about {format_bytes(num_bytes)}; grant more --memory, or choose "
+                f"{', '.join(alternatives)}"
             )
 
         self.workspace = workspace
@@ -240,8 +240,8 @@ class PartitionPlan:
     method: str | None = option(
         None,
         # Names of plugins are not listed, because importing this module would have to load them.
-        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Default: kaminpar for one balance "
-        "weight, metis for more.",
+        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Default: kaminpar "
+        "for one balance weight, metis for more.",
     )
     trainers_per_part: int = option(
         1,
@@ -266,8 +266,8 @@ class PartitionPlan:
     """Folder of the files of a process with limited memory."""
     add_reverse_edges: bool = option(
         False,
-        "Store an opposite edge for each edge that has none. With several edge types, store opposite edges "
-        "as types RELATION-rev.",
+        "Store an opposite edge for each edge that has none. With several edge types, store "
+        "opposite edges as types RELATION-rev.",
     )
     """Whether to add opposite edges. In a graph with one edge type, an opposite edge has the columns of its
     edge but no masks. In a graph with several edge types, opposite edges have no columns."""

@@ -232,14 +232,14 @@ def _compute_weight(values: NodeColumn, constraint: str, node_type: str) -> Arra
     """Return ``values`` as int64 weights. Raise ConfigError if they are no integers of 0 or more."""
     if isinstance(values, SparseRows) or values.ndim != 1 or values.dtype.kind not in "biu":
         raise ConfigError(
-            f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} for node type "
-            f"{node_type!r}; a weight is one integer or bool per node"
+            f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} "
+            f"for node type {node_type!r}; a weight is one integer or bool per node"
         )
     if values.dtype.kind == "i" and len(values) and values.min() < 0:
         row = int(np.argmax(values < 0))
         raise ConfigError(
-            f"cannot balance {constraint!r}: node {row} of type {node_type!r} has the weight {values[row]}; "
-            "weights are 0 or more"
+            f"cannot balance {constraint!r}: node {row} of type {node_type!r} has the weight "
+            f"{values[row]}; weights are 0 or more"
         )
     return values.astype(np.int64)
 

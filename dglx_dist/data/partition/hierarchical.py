@@ -110,8 +110,8 @@ class Hierarchical(Partitioner):
             workers = max(num_parts // servers, 1)
         if servers * workers != num_parts:
             raise ConfigError(
-                f"{servers} servers with {workers} workers each need {servers * workers} parts, not "
-                f"{num_parts}; change the number of parts, servers or workers"
+                f"{servers} servers with {workers} workers each need {servers * workers} "
+                f"parts, not {num_parts}; change the number of parts, servers or workers"
             )
 
         return servers, workers
@@ -195,15 +195,15 @@ def assign_two_levels(
     num_parts, per_part = level_sizes
     if options.servers is not None or options.workers is not None or options.inner is not None:
         raise ConfigError(
-            f"servers, workers and inner are for method hierarchical only, and {per_part} trainers per part "
-            "already need two levels; leave them out"
+            f"servers, workers and inner are for method hierarchical only, and {per_part} "
+            "trainers per part already need two levels; leave them out"
         )
 
     for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
         if TRAINER_ID in columns:
             raise ConfigError(
-                f"{graph.name} already has {TRAINER_ID!r} as data of {name!r}; remove it, or partition for "
-                "one trainer per part"
+                f"{graph.name} already has {TRAINER_ID!r} as data of {name!r}; remove it, or "
+                "partition for one trainer per part"
             )
 
     # The check comes first, because a message should count the parts and not the trainers.

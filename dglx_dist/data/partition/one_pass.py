@@ -119,8 +119,8 @@ class File(Partitioner):
         if is_outside.any():
             row = int(np.argmax(is_outside))
             raise DatasetError(
-                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
-                f"{int(parts.max()) + 1} parts or correct it"
+                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; "
+                f"use {int(parts.max()) + 1} parts or correct it"
             )
 
         return assign_parts(self, graph, num_parts, seed, parts, file=path.name)

@@ -372,8 +372,8 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
     if imbalances:
         texts = [f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in imbalances.items()]
         log.warning(
-            "the fullest part has %s, so other ranks will wait for its rank; add --balance %s, with metis, "
-            "ldg or fennel",
+            "the fullest part has %s, so other ranks will wait for its rank; add --balance "
+            "%s, with metis, ldg or fennel",
             " and ".join(texts),
             ",".join(imbalances),
         )
@@ -423,9 +423,9 @@ def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) 
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave out --normalize-features")
     if plan.add_self_loops and not graph.is_homogeneous:
         raise ConfigError(
-            f"self-loops need a graph with one node type and one edge type, but {graph.name} has "
-            f"{len(graph.num_nodes)} and {len(graph.edges)}; leave out --add-self-loops, because models for "
-            "several types have a weight for a node's own row"
+            f"self-loops need a graph with one node type and one edge type, but {graph.name} "
+            f"has {len(graph.num_nodes)} and {len(graph.edges)}; leave out --add-self-loops, "
+            "because models for several types have a weight for a node's own row"
         )
 
     if plan.add_reverse_edges:
@@ -620,8 +620,8 @@ def _add_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
 
     if len(graph.num_nodes) != 1:
         raise ConfigError(
-            f"weights need a graph with one node type, but it has {', '.join(graph.num_nodes)}; balance "
-            "'ntype' or a column of the graph instead"
+            "weights need a graph with one node type, but it has "
+            f"{', '.join(graph.num_nodes)}; balance 'ntype' or a column of the graph instead"
         )
 
     (ntype,) = graph.num_nodes

@@ -247,8 +247,8 @@ def _check_moves(moves: Array, rank: int, num_nodes: int, num_labels: int) -> No
     is_too_large = moves.max(axis=0, initial=-1) >= (num_nodes, num_labels)
     if has_negative or is_too_large.any():
         raise PeerError(
-            f"rank {rank} has sent moves of unknown nodes or to unknown labels; run the same version on all "
-            "ranks, on the same files"
+            f"rank {rank} has sent moves of unknown nodes or to unknown labels; run the same "
+            "version on all ranks, on the same files"
         )
 
 

@@ -93,8 +93,8 @@ class ArrayStream:
         """Flush to disk and return the file's size and checksum. Raise StorageError if rows are missing."""
         if self.num_rows != self._shape[0]:
             raise StorageError(
-                f"{self._path} has {self.num_rows} rows instead of {self._shape[0]}; check its dataset with "
-                "verify='full'"
+                f"{self._path} has {self.num_rows} rows instead of {self._shape[0]}; check "
+                "its dataset with verify='full'"
             )
 
         os.fsync(self._file.fileno())
@@ -347,8 +347,8 @@ class ArrayCache:
 
         if total > max_bytes:
             _LOG.warning(
-                "%s takes %s, which is more than a quarter of the free disk (%s), but it is in use; make "
-                "room",
+                "%s takes %s, which is more than a quarter of the free disk (%s), but it is "
+                "in use; make room",
                 self._folder,
                 format_bytes(total),
                 format_bytes(max_bytes),

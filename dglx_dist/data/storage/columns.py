@@ -64,8 +64,8 @@ def make_column_info(array: Array, description: str) -> ColumnInfo:
     """Return dtype and row shape of an (N, *row) array. Raise ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(
-            f"{description} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
-            f"{', '.join(DTYPES)}"
+            f"{description} has dtype {array.dtype}, which a dataset cannot hold; convert it "
+            f"to one of {', '.join(DTYPES)}"
         )
     return ColumnInfo(dtype=array.dtype.name, row_shape=tuple(int(size) for size in array.shape[1:]))
 

@@ -318,8 +318,8 @@ class _DglReader:
 def _check_ids(ids: Array, expected: tuple[int, int], item_name: str, path: Path) -> None:
     if not np.array_equal(np.sort(ids), np.arange(*expected)):
         raise StorageError(
-            f"{path} owns {len(ids)} {item_name}, but the JSON file says {expected[0]}..{expected[1] - 1}; "
-            f"its files are not of one partitioning"
+            f"{path} owns {len(ids)} {item_name}, but the JSON file says "
+            f"{expected[0]}..{expected[1] - 1}; its files are not of one partitioning"
         )
 
 

@@ -196,8 +196,8 @@ def check_replaceable(
         raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
     if not is_same(folder):
         raise StorageError(
-            f"{folder} does not hold {content}, so it is not overwritten; choose another folder, or remove "
-            "it yourself"
+            f"{folder} does not hold {content}, so it is not overwritten; choose another "
+            "folder, or remove it yourself"
         )
 
 
@@ -279,8 +279,8 @@ def lock_exclusive(path: Path, limit_s: float) -> int:
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise StorageError(
-                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or choose another "
-                    "folder"
+                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or "
+                    "choose another folder"
                 ) from None
             time.sleep(0.2)
         except OSError:

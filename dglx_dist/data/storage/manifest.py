@@ -297,8 +297,8 @@ def read_manifest(folder: Path) -> Manifest:
     blank = head + f'"{_NO_CHECKSUM}"'.encode() + tail
     if f"{zlib.crc32(blank):08x}" != stated:
         raise StorageError(
-            f"{path} does not match its checksum {stated!r}, so it was damaged or edited; copy it again or "
-            "partition again"
+            f"{path} does not match its checksum {stated!r}, so it was damaged or edited; "
+            "copy it again or partition again"
         )
 
     del value["checksum"]
@@ -322,8 +322,8 @@ def _explain_unreadable(folder: Path, problem: OSError) -> str:
         reason = f"its {MANIFEST} cannot be read ({problem.strerror})"
 
     return (
-        f"{folder} is not a partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR` "
-        "or dx.partition_graph"
+        f"{folder} is not a partitioned dataset: {reason}; write one with `dglx partition "
+        "DATA --out DIR` or dx.partition_graph"
     )
 
 
@@ -343,8 +343,8 @@ def _check_format(top: Fields) -> None:
     version = top.integer("version", 1)
     if version > VERSION:
         raise StorageError(
-            f"{top.where} has format version {version}, but this program reads up to version {VERSION}; "
-            "update dglx_dist, or partition again with this version"
+            f"{top.where} has format version {version}, but this program reads up to version "
+            f"{VERSION}; update dglx_dist, or partition again with this version"
         )
 
 

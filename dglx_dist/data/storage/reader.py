@@ -252,8 +252,8 @@ class StoredDataset:
             paths = self._find_missing_files(part)
             if paths:
                 raise StorageError(
-                    f"part {part} of {self.folder} is not on this machine: {shorten_list(paths)} missing; "
-                    f"copy the folder part{part} here"
+                    f"part {part} of {self.folder} is not on this machine: "
+                    f"{shorten_list(paths)} missing; copy the folder part{part} here"
                 )
             self._parts[part] = StoredPart(self.folder, self.manifest, part)
         return self._parts[part]
@@ -360,8 +360,8 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
     manifest = dataset.manifest
     if manifest.num_parts != 1:
         raise ConfigError(
-            f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or partition the graph "
-            "that it was made from"
+            f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or "
+            "partition the graph that it was made from"
         )
 
     for tensors in (*manifest.node_columns.values(), *manifest.edge_columns.values()):

@@ -188,8 +188,8 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(
-            f"{folder} has {saved.num_rows} rows of {saved.name!r}, but not rows {first} to {last - 1}; "
-            "load it into a tensor of its shape"
+            f"{folder} has {saved.num_rows} rows of {saved.name!r}, but not rows {first} to "
+            f"{last - 1}; load it into a tensor of its shape"
         )
 
     for file in _find_overlapping(saved, first, last):
@@ -220,9 +220,9 @@ def _build_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obj
         for file in tensor_files:
             if file.first != next_row or file.info != info:
                 raise StorageError(
-                    f"{folder}: row {next_row} of the tensor {name!r} should be next, but {file.path} has "
-                    f"{file.dtype} rows of shape {file.row_shape} from {file.first} to {file.last - 1}; "
-                    "save it again"
+                    f"{folder}: row {next_row} of the tensor {name!r} should be next, but "
+                    f"{file.path} has {file.dtype} rows of shape {file.row_shape} from "
+                    f"{file.first} to {file.last - 1}; save it again"
                 )
             next_row = file.last
         tensors[name] = SavedRows(name=name, info=info, files=tuple(tensor_files))

@@ -98,8 +98,8 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
             )
         if dtypes[name].kind != "f":
             raise ConfigError(
-                f"feature_dtype names {name!r}, which is {dtypes[name]}; only floating-point columns are "
-                "stored in another precision"
+                f"feature_dtype names {name!r}, which is {dtypes[name]}; only floating-point "
+                "columns are stored in another precision"
             )
 
 
@@ -334,8 +334,8 @@ def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
     num_bytes = _NODE_BYTES * graph.total_nodes
     if budget.work < num_bytes + MIN_WORK_BYTES:
         raise ConfigError(
-            f"{graph.total_nodes} nodes take {format_bytes(num_bytes)} of memory, more than --memory grants; "
-            f"{budget.remedy(num_bytes + MIN_WORK_BYTES)}"
+            f"{graph.total_nodes} nodes take {format_bytes(num_bytes)} of memory, more than "
+            f"--memory grants; {budget.remedy(num_bytes + MIN_WORK_BYTES)}"
         )
     return budget.with_reserved(num_bytes)
 
@@ -675,8 +675,8 @@ def _find_user_id_kinds(graph: RawGraph) -> dict[str, str]:
             kinds[ntype] = "int64"
         else:
             raise ConfigError(
-                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or integers that fit "
-                "int64"
+                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or "
+                "integers that fit int64"
             )
     return kinds
 
@@ -701,8 +701,8 @@ def _check_settings(settings: Mapping[str, dict[str, object]]) -> Mapping[str, d
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as problem:
                 raise ConfigError(
-                    f"{name}[{key!r}] is {value!r}, which is not a JSON value ({problem}); use text, "
-                    "numbers, lists or dicts"
+                    f"{name}[{key!r}] is {value!r}, which is not a JSON value ({problem}); "
+                    "use text, numbers, lists or dicts"
                 ) from problem
     read: Mapping[str, dict[str, object]] = json.loads(json.dumps(settings))
     return read
