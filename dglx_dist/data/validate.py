@@ -94,8 +94,7 @@ def check_ids(ids: Array, end: int, column: str, where: str, id_name: str = "nod
     """Raise DatasetError unless ``ids`` are (K,) integers in [0, end). Messages call an id ``id_name``."""
     check_integers(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
-        # The minimum and the maximum need no temporary arrays, so the row is only searched for an
-        # error.
+        # Only the message needs the row, and temporary arrays to find it.
         row = _find_first((ids < 0) | (ids >= end))
         raise column_error(where, column, f"{id_name} {ids[row]} is outside 0..{end - 1}", row)
 

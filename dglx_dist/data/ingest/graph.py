@@ -307,7 +307,7 @@ def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
 
 
 def _find_text_types(config: IngestConfig) -> dict[str, bool]:
-    """Return whether the ids of each node type are texts, because a table has no Parquet integers."""
+    """Return for each node type whether its ids are texts. They are texts unless all tables hold integers."""
     is_text = {}
     for node in config.nodes:
         # Without an id column, edges have row numbers, which are integers even in a CSV file.
