@@ -32,6 +32,7 @@ _BYTES_PER_S = 10 << 20
 _MEMORY = 2 << 30
 """Memory of the child process in addition to four times the largest file."""
 _IDLE_S = 20.0
+"""Time without a request after which the child process ends."""
 _LAST = b"\t\n"
 """End of the last answer."""
 _LOCK = threading.Lock()
@@ -53,15 +54,18 @@ def load_tensors(path: Path) -> dict[str, Any]:
     return dict(_load("tensors", path))
 
 
-def _load(kind: str, path: Path) -> Any:
+def _load(content: str, path: Path) -> Any:
     import dgl
     from dgl.data.utils import load_tensors as read_tensors
 
     try:
-        return dgl.load_graphs(str(path))[0] if kind == "graphs" else read_tensors(str(path))
+        if content == "graphs":
+            return dgl.load_graphs(str(path))[0]
+        return read_tensors(str(path))
     except (dgl.DGLError, ValueError, RuntimeError, MemoryError) as problem:
-        # DGL's messages are C++ checks with stack traces.
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200].strip()
+        # DGL's messages are C++ checks with stack traces, so the first line is shown.
+        lines = str(problem).splitlines() or [type(problem).__name__]
+        reason = lines[0][:200].strip()
         raise StorageError(f"{path} is damaged: {reason}; {_REMEDY}") from problem
 
 
@@ -70,30 +74,34 @@ def check_files(files: Iterable[DglFile]) -> None:
 
     Raises StorageError if a file is missing or cannot be read.
     """
-    stamped = []
-    for kind, path in files:
+    stamped_files = []
+    for content, path in files:
         if not path.is_file():
             raise StorageError(f"{path} is missing; copy it here or partition the graph again")
         status = path.stat()
-        stamped.append((kind, str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    if stamped:
-        _check(tuple(stamped))
+        stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        stamped_files.append((content, str(path.absolute()), *stamp))
+    if stamped_files:
+        _check(tuple(stamped_files))
 
 
 @lru_cache(maxsize=1024)
-def _check(stamped: Sequence[tuple[str, str, int, int, int]]) -> None:
-    sizes = [size for _, _, size, *_ in stamped]
-    request = json.dumps([_MEMORY + 4 * max(sizes), [[kind, path] for kind, path, *_ in stamped]])
+def _check(stamped_files: Sequence[tuple[str, str, int, int, int]]) -> None:
+    """Read the files in the child process. The cache remembers which files could be read."""
+    sizes = [size for _, _, size, *_ in stamped_files]
+    files = [(content, path) for content, path, *_ in stamped_files]
+    request = json.dumps([_MEMORY + 4 * max(sizes), files])
     limit_s = _START_S + sum(sizes) / _BYTES_PER_S
     with _LOCK:
         try:
-            reasons = _Child.of(os.getpid()).answers(request, len(stamped), limit_s)
+            reasons = _Child.of(os.getpid()).answers(request, len(files), limit_s)
         except ConnectionError:  # The child waited too long for a request, and ended.
-            reasons = _Child.of(os.getpid()).answers(request, len(stamped), limit_s)
+            reasons = _Child.of(os.getpid()).answers(request, len(files), limit_s)
 
-    for (_, path, *_), reason in zip(stamped, reasons, strict=False):
-        if reason != "read":
-            raise StorageError(reason if path in reason else f"{path} is damaged: {reason}; {_REMEDY}")
+    for (_, path), reason in zip(files, reasons, strict=False):
+        if reason == "read":
+            continue
+        raise StorageError(reason if path in reason else f"{path} is damaged: {reason}; {_REMEDY}")
 
 
 @final
@@ -120,6 +128,7 @@ class _Child:
         process = self._process
         text = b""
         end_s = time.monotonic() + limit_s
+
         assert process.stdin is not None
         assert process.stdout is not None
         if process.poll() is None:
@@ -128,7 +137,7 @@ class _Child:
 
         while text.count(b"\n") <= count and not text.endswith(_LAST):
             left_s = max(0.0, end_s - time.monotonic())
-            is_ready = select.select([process.stdout], [], [], left_s)[0]
+            is_ready = bool(select.select([process.stdout], [], [], left_s)[0])
             data = os.read(process.stdout.fileno(), 1 << 16) if is_ready else b""
             if not data:
                 _Child.of.cache_clear()
@@ -136,6 +145,7 @@ class _Child:
                 reason = f"DGL ended with status {process.wait()} while it read the file"
                 if not is_ready:
                     reason = f"DGL did not finish reading it within {limit_s:.0f} s"
+                # The first line says that the child has got the request.
                 if b"\n" not in text and is_ready:
                     raise ConnectionError(reason)
                 return [*text.decode().split("\n")[1:-1], reason]
@@ -154,24 +164,28 @@ def read_all(requests: IO[str] = sys.stdin) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while select.select([requests], [], [], _IDLE_S)[0] and (line := requests.readline()):
         memory, files = json.loads(line)
-        answers.write("\n")  # It tells that the child has started.
+        answers.write("\n")  # The line tells that the child has started.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, resource.RLIM_INFINITY))
 
-        for kind, name in files:
+        for content, name in files:
             try:
-                _read_and_check(kind, Path(name))
+                _read_and_check(content, Path(name))
             except StorageError as problem:
                 answers.write(f"{problem}{_LAST.decode()}")
                 break
             answers.write("read\n")
 
 
-def _read_and_check(kind: str, path: Path) -> None:
-    loaded = _load(kind, path)
-    for graph in loaded if kind == "graphs" else []:
+def _read_and_check(content: str, path: Path) -> None:
+    """Read a file, and check the ends of the edges of its graphs. Raise StorageError if it is damaged."""
+    loaded = _load(content, path)
+    if content != "graphs":
+        return
+    for graph in loaded:
         for etype in graph.canonical_etypes:
+            source, _, destination = etype
             ends = graph.edges(order="eid", etype=etype)
-            for end, ntype in zip(ends, (etype[0], etype[2]), strict=True):
+            for end, ntype in zip(ends, (source, destination), strict=True):
                 if len(end) and not 0 <= int(end.min()) <= int(end.max()) < graph.num_nodes(ntype):
                     raise StorageError(f"{path} has edges of type {etype} between unknown nodes; {_REMEDY}")

@@ -76,8 +76,8 @@ class Budget:
 def open_budget(limit: int) -> Budget:
     """Return the budget: ``limit`` bytes minus the current memory of this process.
 
-    If the machine or the control group has less memory, that is the limit, which is printed. Raises
-    ConfigError if the budget is too small.
+    If the machine or the control group has less memory, its memory is the limit, and a message says so.
+    Raises ConfigError if the budget is too small.
     """
     available, _ = machine_memory()
     if limit > available:
@@ -87,10 +87,9 @@ def open_budget(limit: int) -> Budget:
     budget = Budget(work=limit - used, reserved=used)
     if budget.work < MIN_WORK_BYTES:
         raise ConfigError(
-            f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
-            f"itself; {budget.remedy(MIN_WORK_BYTES)} at least"
+            f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of "
+            f"the program itself; {budget.remedy(MIN_WORK_BYTES)} at least"
         )
-
     return budget
 
 
@@ -135,7 +134,8 @@ class BucketFiles:
     def append(self, buckets: Array, records: Array) -> None:
         """Append each of the (K,) ``records`` to the file of its bucket number. Their order is kept."""
         # NumPy sorts 16-bit keys in linear time.
-        buckets = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
+        if buckets.max(initial=0) < 1 << 16:
+            buckets = buckets.astype(np.uint16)
         order = np.argsort(buckets, kind="stable")
         records = records[order]
         for bucket, run in iterate_runs(buckets[order].astype(np.int64)):
@@ -169,7 +169,8 @@ class ScatteredRows:
         memory: int,
         fill: int = 0,
     ) -> None:
-        self._num_rows, self._fill = num_rows, fill
+        self._num_rows = num_rows
+        self._fill = fill
         self._row = np.dtype((dtype, row_shape))
         self._files = BucketFiles(folder, [("at", np.int64), ("row", dtype, row_shape)])
         # The entries of a file are in memory together with the rows that they are written to.
@@ -178,7 +179,8 @@ class ScatteredRows:
     def put(self, positions: Array, rows: Array) -> None:
         """Write the (k, *row) ``rows`` at the (k,) ``positions``. The last row at a position wins."""
         entries = np.empty(len(positions), self._files.dtype)
-        entries["at"], entries["row"] = positions, rows
+        entries["at"] = positions
+        entries["row"] = rows
         self._files.append(positions // self._range, entries)
 
     def chunks(self) -> Iterator[Array]:
@@ -232,7 +234,7 @@ def map_spill(folder: Path, name: str) -> Array:
     """Return the memory-mapped (K,) values of a :func:`spill`. Raise FileNotFoundError if it is missing."""
     for path in folder.glob(f"{name}.*"):
         dtype = np.dtype(path.suffix[1:])
-        # It is opened for writing, so that compiled code needs no second variant for read-only arrays.
+        # The file is opened for writing, so that compiled code needs no second variant for read-only arrays.
         return np.memmap(path, dtype, "r+") if path.stat().st_size else np.empty(0, dtype)
     raise FileNotFoundError(f"there is no {name} in {folder}")
 
@@ -243,16 +245,17 @@ class Ranks:
     All ranks must call every method in the same order. If one rank ends, the others raise PeerError.
     """
 
-    rank, count = 0, 1
+    rank = 0
+    count = 1
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which does unshared work alone."""
         return self.rank == 0
 
-    def gather(self, local: Array) -> list[Array]:
+    def gather(self, array: Array) -> list[Array]:
         """Return the (k, *row) arrays of all ranks. Only k may differ."""
-        return [local]
+        return [array]
 
     def union(self, marks: Array) -> Array:
         """Return the element-wise OR of the (K,) bool ``marks`` of all ranks."""
@@ -294,10 +297,13 @@ class EdgeStream:
     @property
     def record(self) -> np.dtype[np.void]:
         """Dtype of one edge in a bucket."""
-        infos = enumerate(column.info for column in self.columns)
-        ends = [("destination", id_dtype(self.num_destinations)), ("source", id_dtype(self.num_sources))]
-        data = ((str(i), numpy_dtype(column.dtype), column.row_shape) for i, column in infos)
-        return np.dtype([*ends, *data])
+        fields: list[Any] = [
+            ("destination", id_dtype(self.num_destinations)),
+            ("source", id_dtype(self.num_sources)),
+        ]
+        for i, column in enumerate(self.columns):
+            fields.append((str(i), numpy_dtype(column.info.dtype), column.info.row_shape))
+        return np.dtype(fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,17 +350,22 @@ def sort_edges(
     Raises:
         ConfigError: a slot takes more than five times ``budget.bucket`` bytes.
     """
-    record = edges.record
-    edge_bytes = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
-    width = max(-(-edges.num_destinations // _SLOTS), 1)
-    step = max(1, budget.bucket // edge_bytes)
-    counts = _count_slots(edges, width, step, advance)
-    _check_fits(counts, width, edge_bytes, budget)
     ranks = ranks or Ranks()
-    total = int(counts.sum()) + width * len(counts)
-    starts = _find_first_destinations(counts, width, min(step, -(-total // ranks.count)))
-    own_buckets = range(*(len(starts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
+    record = edges.record
+    largest_field = max(record[name].itemsize for name in record.names or ())
+    edge_bytes = record.itemsize + _KEY_BYTES + largest_field
+    width = max(_divide_up(edges.num_destinations, _SLOTS), 1)
+    step = max(1, budget.bucket // edge_bytes)
+    slot_sizes = _count_slots(edges, width, step, advance)
+    _check_fits(slot_sizes, width, edge_bytes, budget)
+
+    # Each rank sorts about the same number of consecutive buckets, so there are at least as many as ranks.
+    total = int(slot_sizes.sum()) + width * len(slot_sizes)
+    starts = _find_first_destinations(slot_sizes, width, min(step, _divide_up(total, ranks.count)))
     ends = [*starts[1:], edges.num_destinations]
+    first_bucket = len(starts) * ranks.rank // ranks.count
+    end_bucket = len(starts) * (ranks.rank + 1) // ranks.count
+    own_buckets = range(first_bucket, end_bucket)
     with join_rank_pieces(folder, ranks) as piece:
         buckets = _write_buckets(edges, starts, own_buckets, piece / "buckets", step, advance)
         result = SortedEdges(
@@ -366,37 +377,44 @@ def sort_edges(
         for bucket in own_buckets:
             records = buckets.take(bucket)
             records["destination"] -= starts[bucket]
-            counts = np.bincount(records["destination"], minlength=ends[bucket] - starts[bucket])
+            degrees = np.bincount(records["destination"], minlength=ends[bucket] - starts[bucket])
 
             # The edges of a bucket are still in the order of the stream.
             positions = order(records["destination"], records["source"])
             result.indices.append(records["source"][positions])
             for i, carried in enumerate(result.columns):
                 carried.append(records[str(i)][positions])
-            result.indptr.append(num_written + np.cumsum(counts))
+            result.indptr.append(num_written + np.cumsum(degrees))
             num_written += len(records)
             advance(len(records))
             del records, positions
             release_memory()
 
         shutil.rmtree(piece / "buckets")
-
     return result
 
 
+def _divide_up(value: int, divisor: int) -> int:
+    return (value + divisor - 1) // divisor
+
+
 def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[int], None]) -> Array:
-    counts = np.zeros(max(-(-edges.num_destinations // width), 1), np.int64)
+    """Return the number of edges that end in each slot of ``width`` destinations."""
+    slot_sizes = np.zeros(max(_divide_up(edges.num_destinations, width), 1), np.int64)
     for destinations in edges.destinations(step):
-        counts += np.bincount(destinations // width, minlength=len(counts))
+        slot_sizes += np.bincount(destinations // width, minlength=len(slot_sizes))
         advance(len(destinations))
-    return counts
+    return slot_sizes
 
 
-def _find_first_destinations(counts: Array, width: int, max_size: int) -> list[int]:
-    # A bucket has at most ``max_size`` edges and destinations in total, unless it is a single slot.
+def _find_first_destinations(slot_sizes: Array, width: int, max_size: int) -> list[int]:
+    """Return the first destination of each bucket.
+
+    A bucket has at most ``max_size`` edges and destinations in total, unless it is a single slot.
+    """
     starts = [0]
     bucket_size = 0
-    for slot, num_edges in enumerate(counts.tolist()):
+    for slot, num_edges in enumerate(slot_sizes.tolist()):
         if bucket_size and bucket_size + num_edges + width > max_size:
             starts.append(slot * width)
             bucket_size = 0
@@ -404,12 +422,13 @@ def _find_first_destinations(counts: Array, width: int, max_size: int) -> list[i
     return starts
 
 
-def _check_fits(counts: Array, width: int, edge_bytes: int, budget: Budget) -> None:
-    slot = int(np.argmax(counts))
-    if counts[slot] * edge_bytes > _HUB_SHARES * budget.bucket:
+def _check_fits(slot_sizes: Array, width: int, edge_bytes: int, budget: Budget) -> None:
+    slot = int(np.argmax(slot_sizes))
+    num_edges = int(slot_sizes[slot])
+    if num_edges * edge_bytes > _HUB_SHARES * budget.bucket:
         nodes = f"nodes {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"node {slot}"
-        needed = (int(counts[slot]) * edge_bytes // _HUB_SHARES + 1) * BUDGET_SHARES
-        raise ConfigError(f"{counts[slot]} edges end at {nodes}, sorted together; {budget.remedy(needed)}")
+        needed = (num_edges * edge_bytes // _HUB_SHARES + 1) * BUDGET_SHARES
+        raise ConfigError(f"{num_edges} edges end at {nodes}, sorted together; {budget.remedy(needed)}")
 
 
 def _write_buckets(
@@ -420,22 +439,25 @@ def _write_buckets(
     step: int,
     advance: Callable[[int], None],
 ) -> BucketFiles:
+    """Write the edges of the buckets in ``bucket_range`` to files. ``starts`` has the first destinations."""
     buckets = BucketFiles(folder, edges.record)
     owns_all = len(bucket_range) == len(starts)
-    ends = zip(edges.sources(step), edges.destinations(step), strict=True)
-    rows = (column.rows(step) for column in edges.columns)
-    for (sources, destinations), *columns in zip(ends, *rows, strict=True):
+    column_chunks = [column.rows(step) for column in edges.columns]
+    chunks = zip(edges.sources(step), edges.destinations(step), *column_chunks, strict=True)
+    for sources, destinations, *columns in chunks:
         records = np.empty(len(sources), edges.record)
-        records["source"], records["destination"] = sources, destinations
+        records["source"] = sources
+        records["destination"] = destinations
         for i, rows in enumerate(columns):
             records[str(i)] = rows
-        bucket_of = np.searchsorted(starts, destinations, side="right") - 1
-        selection = (
-            slice(None) if owns_all else (bucket_range.start <= bucket_of) & (bucket_of < bucket_range.stop)
-        )
-        buckets.append(bucket_of[selection], records[selection])
-        advance(len(records))
 
+        bucket_of = np.searchsorted(starts, destinations, side="right") - 1
+        if owns_all:
+            buckets.append(bucket_of, records)
+        else:
+            is_own = (bucket_range.start <= bucket_of) & (bucket_of < bucket_range.stop)
+            buckets.append(bucket_of[is_own], records[is_own])
+        advance(len(records))
     return buckets
 
 
@@ -455,11 +477,11 @@ class Workspace:
     """Stages that this process made or compared with their checksums."""
 
     def stage(self, name: str, make: Callable[[Path], object], *, shared: bool = False) -> Path:
-        """Return the folder of a stage. If it does not exist, ``make`` fills it. It is complete or
-        absent.
+        """Return the folder of a stage. If it does not exist, ``make`` fills it.
 
-        Rank 0 makes the stage, or all ranks together if it is ``shared``. If a stage of an earlier process
-        does not match its checksums, a message is printed and the stage is made again.
+        The stage is complete or absent. Rank 0 makes it, or all ranks together if it is ``shared``. If a
+        stage of an earlier process does not match its checksums, a message is printed and the stage is made
+        again.
         """
         target = self.folder / name
         sums = self.folder / f"{name}.json"
@@ -469,7 +491,9 @@ class Workspace:
                 file.write_text(json.dumps(_compute_checksums(partial)))
             publish(partial, target)
 
-        if not self.ranks.gather_objects(self.ranks.is_first and self._is_intact(target, sums))[0]:
+        # Rank 0 looks at the stage, and all ranks follow its answer.
+        is_intact, *_ = self.ranks.gather_objects(self.ranks.is_first and self._is_intact(target, sums))
+        if not is_intact:
             with name_write_failures(self.folder), shared_folder(target, self.ranks, save) as partial:
                 if shared or self.ranks.is_first:
                     make(partial)
@@ -479,8 +503,13 @@ class Workspace:
 
     def _is_intact(self, stage: Path, sums: Path) -> bool:
         with name_write_failures(self.folder):
-            if not stage.is_dir() or stage in self.intact or not (damage := _find_damage(stage, sums)):
-                return stage.is_dir()
+            if not stage.is_dir():
+                return False
+            if stage in self.intact:
+                return True
+            damage = _find_damage(stage, sums)
+            if damage is None:
+                return True
             say(f"making {stage} again: {damage}")
             discard(stage)
             return False
@@ -503,10 +532,10 @@ class Workspace:
         """Return whether ``num_bytes`` fit in the budget."""
         return num_bytes <= self.budget.work
 
-    def remaining(self, num_bytes: int, least: int, purpose: str) -> int:
-        """Return the bytes left beside ``num_bytes``. Raise ConfigError if they are fewer than ``least``."""
-        if not self.fits(num_bytes + least):
-            needed = num_bytes + least
+    def remaining(self, num_bytes: int, min_bytes: int, purpose: str) -> int:
+        """Return the bytes left beside ``num_bytes``. Raise ConfigError below ``min_bytes``."""
+        needed = num_bytes + min_bytes
+        if not self.fits(needed):
             raise ConfigError(f"{purpose} takes {format_bytes(needed)} or more; {self.budget.remedy(needed)}")
         return self.budget.work - num_bytes
 
@@ -517,6 +546,7 @@ def _compute_checksums(folder: Path) -> dict[str, object]:
 
 
 def _find_damage(stage: Path, sums: Path) -> str | None:
+    """Return what is damaged in a stage, or None if all its files match their checksums."""
     try:
         checksums = _compute_checksums(stage)
         expected = json.loads(read_small_file(sums))
@@ -526,7 +556,9 @@ def _find_damage(stage: Path, sums: Path) -> str | None:
         return f"its files cannot be checked ({error})"
     if not expected:
         return f"{sums.name} is empty"
-    return f"{differing[0]} is damaged" if differing else None
+    if differing:
+        return f"{differing[0]} is damaged"
+    return None
 
 
 @contextmanager
@@ -540,19 +572,21 @@ def shared_folder(
             yield partial
             ranks.gather_objects(None)
         except PeerError:
-            # This rank may have created files in it after rank 0 removed it.
+            # This rank may have created files in the folder after rank 0 removed it.
             shutil.rmtree(partial, ignore_errors=True)
             raise
         except FileNotFoundError:
             if not partial.exists():
-                ranks.gather_objects(None)  # It raises the error of the rank that removed the folder.
+                ranks.gather_objects(None)  # This call raises the error of the rank that removed the folder.
             raise
+
         if ranks.is_first:
             (place or publish)(partial, target)
         ranks.gather_objects(None)
 
 
-_COPY_BYTES = 1 << 24  # bytes at a time
+_COPY_BYTES = 1 << 24
+"""Bytes to copy at a time."""
 
 
 @contextmanager
@@ -560,15 +594,19 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield a folder for this rank's pieces of files. Rank 0 then joins the pieces in ``folder``, by rank.
 
     A file named indptr has the int64 ends of rows, counted within the rank's piece. On rank 0 it begins with
-    a 0. The ends of later pieces are shifted by the number of edges in the earlier ones.
+    a 0. The ends of later pieces are shifted by the number of edges in the earlier pieces.
     """
     if ranks.is_first:
         yield folder
     else:
-        (rank_folder := folder / f"rank{ranks.rank}").mkdir()
+        rank_folder = folder / f"rank{ranks.rank}"
+        rank_folder.mkdir()
         yield rank_folder
     ranks.gather_objects(None)
-    for rank in range(1, ranks.count) if ranks.is_first else ():
+    if not ranks.is_first:
+        return
+
+    for rank in range(1, ranks.count):
         for path in sorted((folder / f"rank{rank}").iterdir()):
             target = folder / path.name
             num_previous = 0
@@ -576,8 +614,10 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
                 num_previous = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
             with path.open("rb") as piece, target.open("ab") as file:
                 while data := piece.read(_COPY_BYTES):
-                    ends = np.frombuffer(data, np.int64 if num_previous else np.uint8)
-                    write_array(file, ends + num_previous if num_previous else ends)
+                    if num_previous:
+                        write_array(file, np.frombuffer(data, np.int64) + num_previous)
+                    else:
+                        file.write(data)
         shutil.rmtree(folder / f"rank{rank}")
 
 
@@ -586,8 +626,8 @@ def concatenate_chunks(
 ) -> list[Array]:
     """Concatenate the (k,) arrays that each of ``makers`` yields, in memory or mapped from a stage.
 
-    Each must yield at least one array. ``name`` is the name of the stage. ``total`` is the number of all
-    values, for the progress.
+    Each maker must yield at least one array. ``name`` is the name of the stage. ``total`` is the number of
+    all values, for the progress.
     """
     if workspace is None:
         return [np.concatenate(list(make())) for make in makers]
@@ -624,39 +664,46 @@ def open_workspace(
 ) -> Iterator[Workspace]:
     """Open the workspace of one job with ``limit`` bytes of memory per rank, and remove it at the end.
 
-    After an error or a kill, its finished stages are kept. A job with the same ``settings`` (JSON values)
+    After an error or a kill, the finished stages are kept. A job with the same ``settings`` (JSON values)
     resumes and prints which stages it found. After a ConfigError or DatasetError, copies of the source alone
-    are not kept, because the remedy changes the settings. All ``ranks`` must open it. By default it is this
-    process only. Raises ConfigError if ``folder`` is in memory, or ``limit`` is too small, and StorageError
-    if ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
+    are not kept, because the remedy changes the settings. All ``ranks`` must open the workspace. By default
+    this process works alone. Raises ConfigError if ``folder`` is in memory, or ``limit`` is too small, and
+    StorageError if ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
     """
     folder = folder.absolute()
     ranks = ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
     for rank, rank_settings in enumerate(ranks.gather_objects(dict(settings))):
-        for name in (name for name, value in settings.items() if rank_settings.get(name) != value):
-            raise StorageError(f"rank {rank} and rank {ranks.rank} differ in {name}; pass all the same DATA")
+        for name, value in settings.items():
+            if rank_settings.get(name) != value:
+                raise StorageError(
+                    f"rank {rank} and rank {ranks.rank} differ in {name}; pass all the same DATA"
+                )
     own_budget = open_budget(limit)
+    # All ranks work with the smallest budget, so that they cut the same pieces.
     work, reserved = min(ranks.gather_objects([own_budget.work, own_budget.reserved]))
     budget = Budget(work=work, reserved=reserved)
     with _claim_folder(folder, settings) if ranks.is_first else nullcontext():
         ranks.gather_objects(None)
         if not (folder / _KEY).is_file():
             raise StorageError(
-                f"rank {ranks.rank} does not see {folder}, which rank 0 has created; DATA, --out and "
-                "--scratch must be on a file system that all ranks see"
+                f"rank {ranks.rank} does not see {folder}, which rank 0 has created; DATA, "
+                "--out and --scratch must be on a file system that all ranks see"
             )
         yield Workspace(folder=folder, budget=budget, ranks=ranks)
 
 
 @contextmanager
 def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
+    """Lock the folder for this job, and remove it at the end unless it has stages to resume."""
     file_systems = {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)}
+    file_system = None
     resolved = folder.resolve()
-    file_system = next(
-        (file_systems[str(path)] for path in (resolved, *resolved.parents) if str(path) in file_systems), None
-    )
+    for path in (resolved, *resolved.parents):
+        if str(path) in file_systems:
+            file_system = file_systems[str(path)]
+            break
     if file_system in _MEMORY_FILE_SYSTEMS:
         say(f"{folder} is in memory ({file_system}), which --memory does not limit; choose another --scratch")
 
@@ -667,14 +714,16 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
             names = {path.name for path in folder.iterdir()}
 
             # The key is written before the first stage.
-            if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
+            has_foreign = any(not name.startswith((_KEY, _LOCK)) for name in names)
+            if has_foreign and not {_KEY, _LOCK} <= names:
                 raise StorageError(f"{folder} has files of something else; choose another --scratch")
             (folder / _LOCK).touch()
             if not stack.enter_context(try_lock(folder / _LOCK)):
                 raise StorageError(f"{folder} is in use by another process; wait for it")
             _check_key(folder, settings)
             remove_abandoned(folder)
-            if stages := _list_stages(folder):
+            stages = _list_stages(folder)
+            if stages:
                 say(f"resuming in {folder}; finished before: {', '.join(stages)}")
         try:
             yield
@@ -691,13 +740,18 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
 
 
 def _list_stages(folder: Path) -> list[str]:
-    # Stages of an inner job are in a folder NAME.work.
-    nested = [f"{path.name}/{stage}" for path in folder.glob("*.work") for stage in _list_stages(path)]
-    folders = [path for path in folder.iterdir() if path.is_dir()]
-    return sorted([*(path.name for path in folders if path.suffix not in (PARTIAL_SUFFIX, ".work")), *nested])
+    """Return the sorted names of the finished stages. Stages of an inner job are in a folder NAME.work."""
+    stages = []
+    for path in folder.iterdir():
+        if path.suffix == ".work":
+            stages += [f"{path.name}/{stage}" for stage in _list_stages(path)]
+        elif path.is_dir() and path.suffix != PARTIAL_SUFFIX:
+            stages.append(path.name)
+    return sorted(stages)
 
 
 def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
+    """Write the settings of a new folder. Raise StorageError if a folder has other settings."""
     path = folder / _KEY
     expected = json.loads(json.dumps(settings))
     if not path.exists():
@@ -714,6 +768,6 @@ def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
     if differing:
         changes = ", ".join(f"{name} was {stored.get(name)!r}" for name in sorted(differing))
         raise StorageError(
-            f"{folder} holds unfinished work with other settings ({changes}); repeat that command to finish "
-            "it, or remove the folder"
+            f"{folder} holds unfinished work with other settings ({changes}); repeat that "
+            "command to finish it, or remove the folder"
         )

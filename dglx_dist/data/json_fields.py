@@ -44,7 +44,7 @@ class Within(NamedTuple):
     high: Any = math.inf
 
 
-_REPR = reprlib.Repr()  # It cuts off deep nesting and large values.
+_REPR = reprlib.Repr()  # Deep nesting and large values are cut off.
 _REPR.maxlevel = 3
 _REPR.maxstring = 60
 _REPR.maxother = 60
@@ -57,7 +57,7 @@ def _format_value(value: object) -> str:
 
 @final
 class Fields:
-    """The fields of one JSON object. Call :meth:`reject_unread` after reading all of them.
+    """The fields of one JSON object. Call :meth:`reject_unread` after all fields were read.
 
     :meth:`record` reads the fields of a dataclass by its annotations. It supports bool, Enum, dataclasses,
     ``X | None`` (None if missing or null), int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``. The
@@ -70,7 +70,7 @@ class Fields:
         hidden: Whether messages omit the values.
 
     Raises:
-        DglxError: ``given`` is not a mapping with text keys. Methods that read a field raise it if the field
+        DglxError: ``value`` is not a mapping with text keys. Methods that read a field raise it if the field
             is missing, has the wrong type or is out of bounds.
     """
 
@@ -89,8 +89,8 @@ class Fields:
         self._hidden = hidden
 
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            shown = "(not shown)" if hidden else _format_value(value)
-            subject = f"key {key!r} is {shown}" if key else f"it is {shown}"
+            value_text = "(not shown)" if hidden else _format_value(value)
+            subject = f"key {key!r} is {value_text}" if key else f"it is {value_text}"
             raise error(f"{where}: {subject}, expected an object with named fields")
 
         self.mapping: Mapping[str, Any] = value
@@ -117,13 +117,15 @@ class Fields:
 
     def field_error(self, name: str, expected: str) -> DglxError:
         """Return the error for a field that should be ``expected``."""
-        shown = "(not shown)" if self._hidden else _format_value(self.mapping.get(name))
-        stated = f"is {shown}" if name in self.mapping else "is missing"
-        return self._error(f"{self.where}: key {self._format_path(name)!r} {stated}, expected {expected}")
+        problem = "is missing"
+        if name in self.mapping:
+            problem = f"is {'(not shown)' if self._hidden else _format_value(self.mapping[name])}"
+        return self._error(f"{self.where}: key {self._format_path(name)!r} {problem}, expected {expected}")
 
     def error(self, problem: object) -> DglxError:
         """Return the error for a ``problem`` of this object."""
-        return self._error(": ".join(filter(None, (self.where, self._key, str(problem)))))
+        texts = (self.where, self._key, str(problem))
+        return self._error(": ".join(text for text in texts if text))
 
     def has(self, name: str) -> bool:
         """Return whether the field has a value other than null."""
@@ -132,7 +134,8 @@ class Fields:
 
     def raw_value(self, name: str) -> Any:
         """Return the field unchecked."""
-        if (value := self._get(name)) is _MISSING:
+        value = self._get(name)
+        if value is _MISSING:
             raise self.field_error(name, "a value")
         return value
 
@@ -143,7 +146,9 @@ class Fields:
 
     def optional(self, name: str, read: Callable[[str], T], default: T) -> T:
         """Return ``read(name)``, or ``default`` if the field is missing or null."""
-        return read(name) if self.has(name) else default
+        if not self.has(name):
+            return default
+        return read(name)
 
     def integer(self, name: str, low: float = -math.inf, high: float = math.inf) -> int:
         """Return an integer in [``low``, ``high``]."""
@@ -157,9 +162,8 @@ class Fields:
         value = self._get(name)
         # Bounds are checked before float(), because huge integers do not fit a float. NaN fails every bound.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.field_error(
-                name, f"a number{_format_range(low, high, 'from') if high < _LARGEST else ''}"
-            )
+            bounds = _format_range(low, high, "from") if high < _LARGEST else ""
+            raise self.field_error(name, f"a number{bounds}")
         return float(value)
 
     def boolean(self, name: str) -> bool:
@@ -171,12 +175,14 @@ class Fields:
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
         """Return a text of ``least`` to ``most`` characters. With ``most``, they must be printable."""
         value = self._get(name)
-        untrusted = most < math.inf
+        must_be_printable = most < math.inf
         is_valid = isinstance(value, str) and least <= len(value) <= most
-        if not is_valid or (untrusted and not value.isprintable()):
-            text_type = "a printable text" if untrusted else "a text"
+        if not is_valid or (must_be_printable and not value.isprintable()):
+            expected = "a printable text" if must_be_printable else "a text"
             size = _format_range(least, most, "of")
-            raise self.field_error(name, f"{text_type}{size}{' characters' if size else ''}")
+            if size:
+                expected = f"{expected}{size} characters"
+            raise self.field_error(name, expected)
         return value
 
     def nonempty_text(self, name: str) -> str:
@@ -221,13 +227,13 @@ class Fields:
         hints = _get_hints(kind)
         values = {}
         for declared_field in declared_fields:
-            read = readers.get(declared_field.name) or partial(self.value, hint=hints[declared_field.name])
-            optional = defaults and declared_field.default is not dataclasses.MISSING
-            values[declared_field.name] = (
-                self.optional(declared_field.name, read, declared_field.default)
-                if optional
-                else read(declared_field.name)
-            )
+            field_name = declared_field.name
+            default = declared_field.default
+            read = readers.get(field_name) or partial(self.value, hint=hints[field_name])
+            if defaults and default is not dataclasses.MISSING:
+                values[field_name] = self.optional(field_name, read, default)
+            else:
+                values[field_name] = read(field_name)
 
         try:
             return kind(**values)
@@ -236,6 +242,7 @@ class Fields:
 
     def value(self, name: str, hint: Any) -> Any:
         """Return the field as the type ``hint``. See the class for supported types."""
+        # Bounds are in Annotated[TYPE, Within(low, high)].
         value_type, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         bounds = metadata[0] if metadata else ()
         if get_origin(value_type) in (Union, types.UnionType):
@@ -274,15 +281,21 @@ class Fields:
         return Fields(value, self.where, self._format_path(name), error=self._error, hidden=hidden)
 
     def _format_path(self, name: str) -> str:
-        return f"{self._key}{'' if name.startswith('[') or not self._key else '.'}{name[:80]}"
+        separator = "." if self._key and not name.startswith("[") else ""
+        return f"{self._key}{separator}{name[:80]}"
 
 
 def _format_range(low: float, high: float, between: str) -> str:
+    """Return a phrase for the bounds of a value, or an empty text without bounds.
+
+    ``between`` is "from" for numbers, or "of" for sizes, which are at least 0.
+    """
     if low == high:
         return f" of {low}"
     if high < math.inf:
         return f" {between} {low} to {high}"
-    return f" of at least {low}" if low > (0 if between == "of" else -math.inf) else ""
+    smallest = 0 if between == "of" else -math.inf
+    return f" of at least {low}" if low > smallest else ""
 
 
 def _hides_values(record_type: Any) -> bool:
@@ -340,7 +353,8 @@ def _reject_constant(name: str) -> float:
 
 def printable(text: str, longest: int) -> str:
     """Return at most ``longest`` characters of ``text``. Control characters except newline are replaced."""
-    return "".join(
-        character if character.isprintable() or character == "\n" else "\ufffd"
-        for character in text[:longest]
-    )
+    characters = []
+    for character in text[:longest]:
+        is_shown = character.isprintable() or character == "\n"
+        characters.append(character if is_shown else "\ufffd")
+    return "".join(characters)

@@ -12,7 +12,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, cast, final
 
@@ -68,7 +67,7 @@ class DatasetSource(ABC):
     known_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        """Take a path and :attr:`known_options`. Sources without a path override it."""
+        """Take a path and :attr:`known_options`. Sources without a path override this method."""
         check_names(f"the dataset source {DATASETS.name_of(type(self))!r}", options, self.known_options)
         self._path = Path(location).expanduser()
 
@@ -90,8 +89,8 @@ def standard_columns(
     """Rename and cast columns: integer features to float32, class labels to int64, splits to boolean.
 
     Floating-point labels are class labels if all are NaN or whole and at least 0. If none is NaN, they must
-    also be below the number of rows. Otherwise they are targets of a regression and keep their dtype. So are
-    uint64 labels of 2**63 and more.
+    also be below the number of rows. Otherwise they are targets of a regression and keep their dtype. Labels
+    of uint64 with a value of 2**63 or more are targets, too.
 
     ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes are kept, except for splits and class labels. ``where`` starts
@@ -105,9 +104,9 @@ def standard_columns(
         if isinstance(column, SparseRows):
             standard[name] = column
         elif name in SPLITS:
-            standard[name] = _as_mask(column, name, where)
+            standard[name] = _convert_mask(column, name, where)
         elif name == LABEL and (rename or column.dtype.kind != "f" or np.isnan(column).any()):
-            standard[name] = _as_label(column, where)
+            standard[name] = _convert_labels(column, where)
         elif rename and name == FEATURE and column.dtype.kind in "iub":
             standard[name] = column.astype(np.float32)
         else:
@@ -116,7 +115,10 @@ def standard_columns(
 
 
 def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
-    """Return the number of classes, the largest ``label`` + 1 or its width, or None without labels."""
+    """Return the number of classes: the largest ``label`` + 1, or the width of ``label``.
+
+    Return None if there are no class labels.
+    """
     label = columns.get(LABEL)
     if label is None or isinstance(label, SparseRows) or label.size == 0:
         return None
@@ -125,13 +127,19 @@ def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
     if label.dtype.kind not in "iu":
         return None
     largest = int(label.max())
-    return largest + 1 if largest >= 0 else None
+    if largest < 0:  # Negative labels stand for no label.
+        return None
+    return largest + 1
 
 
 def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, int]:
     """Return :func:`count_classes` of the node types with labels."""
-    counts = {ntype: count_classes(columns) for ntype, columns in node_data.items()}
-    return {ntype: count for ntype, count in counts.items() if count is not None}
+    counts = {}
+    for ntype, columns in node_data.items():
+        num_classes = count_classes(columns)
+        if num_classes is not None:
+            counts[ntype] = num_classes
+    return counts
 
 
 def masks_of_split(split_of: Array) -> dict[str, Array]:
@@ -139,7 +147,7 @@ def masks_of_split(split_of: Array) -> dict[str, Array]:
     return {name: split_of == code for code, name in enumerate(SPLITS)}
 
 
-def _as_mask(column: Array, name: str, where: str) -> Array:
+def _convert_mask(column: Array, name: str, where: str) -> Array:
     if column.dtype == np.bool_:
         return column
     is_invalid = (column != 0) & (column != 1)
@@ -149,7 +157,8 @@ def _as_mask(column: Array, name: str, where: str) -> Array:
     return column.astype(np.bool_)
 
 
-def _as_label(column: Array, where: str) -> Array:
+def _convert_labels(column: Array, where: str) -> Array:
+    """Return int64 class labels with -1 for NaN, or the targets of a regression."""
     if column.ndim == 2 and column.shape[1] == 1:
         column = column[:, 0]
     if column.dtype == np.uint64 and (column >= 2.0**63).any():
@@ -161,20 +170,27 @@ def _as_label(column: Array, where: str) -> Array:
     if column.ndim > 1:
         return column
 
-    # Sources store labels with gaps as floating point, with NaN for missing ones.
+    # Sources store labels with gaps as floating point, with NaN for missing ones. Labels without gaps must
+    # not be large, because a column of whole numbers may be a measurement.
     labels = column[~np.isnan(column)]
     limit = 2.0**63 if len(labels) < len(column) else max(len(column), FEW_CLASSES)
-    if ((labels != np.floor(labels)) | (labels < 0) | (labels >= limit)).any():
-        return column  # They are targets of a regression.
+    is_target = (labels != np.floor(labels)) | (labels < 0) | (labels >= limit)
+    if is_target.any():
+        return column
     return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 
 
-_OWN_OPTIONS = ("index", "split")
+_GRAPH_OPTIONS = ("index", "split")
+"""Options that choose one of several graphs in a file, and one of several splits."""
 
 
-def _read_own_options(options: Mapping[str, object]) -> tuple[int | None, ...]:
-    values = [(name, options.get(name)) for name in _OWN_OPTIONS]
-    return tuple(None if value is None else check_integer(name, value, least=0) for name, value in values)
+def _read_graph_options(options: Mapping[str, object]) -> tuple[int | None, ...]:
+    """Return the numbers of the graph and of the split, or None for missing options."""
+    numbers: list[int | None] = []
+    for name in _GRAPH_OPTIONS:
+        value = options.get(name)
+        numbers.append(None if value is None else check_integer(name, value, least=0))
+    return tuple(numbers)
 
 
 def raw_graph_from_dgl(
@@ -209,20 +225,24 @@ def raw_graph_from_dgl(
 
     if graph.is_block:
         raise ConfigError("the graph is a block of a mini-batch; give the graph from which it was sampled")
+
     node_data = {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
         arrays = _convert_frame(graph.nodes[node_type].data, dgl.NID)
-        arrays = {key: _choose_split(key, array, split, where) for key, array in arrays.items()}
+        for key in SPLITS:
+            if key in arrays:
+                arrays[key] = _choose_split(key, arrays[key], split, where)
         node_data[node_type] = standard_columns(arrays, where, rename=rename)
 
     edge_data = {}
     for edge_type in graph.canonical_etypes:
         columns = _convert_frame(graph.edges[edge_type].data, dgl.EID)
         where = f"{name}, edges {edge_type[1]!r}"
-        masks = {key: _as_mask(columns[key], key, where) for key in SPLITS if key in columns}
-        edge_data[edge_type] = columns | masks
-
+        for key in SPLITS:
+            if key in columns:
+                columns[key] = _convert_mask(columns[key], key, where)
+        edge_data[edge_type] = columns
     return RawGraph(
         name=name,
         num_nodes={node_type: graph.num_nodes(node_type) for node_type in graph.ntypes},
@@ -239,10 +259,11 @@ def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
     if "coo" not in (*formats["created"], *formats["not created"]):
         # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
-    edges = {etype: graph.edges(etype=etype, order="eid") for etype in graph.canonical_etypes}
-    return {
-        etype: (array_of_tensor(source), array_of_tensor(ends)) for etype, (source, ends) in edges.items()
-    }
+    edges = {}
+    for etype in graph.canonical_etypes:
+        sources, destinations = graph.edges(etype=etype, order="eid")
+        edges[etype] = (array_of_tensor(sources), array_of_tensor(destinations))
+    return edges
 
 
 @final
@@ -256,10 +277,11 @@ class DglDataSource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         self._name = location
         self._factory = _find_dataset_class(location)
-        self._index, self._split = _read_own_options(options)
-        self._arguments = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
+        self._index, self._split = _read_graph_options(options)
+        self._arguments = {key: value for key, value in options.items() if key not in _GRAPH_OPTIONS}
         parameters = inspect.signature(self._factory).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        # A class with **kwargs accepts any name, so its arguments cannot be checked.
+        if inspect.Parameter.VAR_KEYWORD not in {parameter.kind for parameter in parameters.values()}:
             check_names(f"the dataset source 'dgl:{location}'", self._arguments, parameters)
         if "verbose" in parameters:
             self._arguments.setdefault("verbose", False)
@@ -269,15 +291,14 @@ class DglDataSource(DatasetSource):
             dataset = self._factory(**self._arguments)
         except (OSError, RuntimeError) as error:
             raise DatasetError(
-                f"dgl:{self._name} could not be downloaded or read ({error}); if you have the files, give "
-                "their folder as raw_dir="
+                f"dgl:{self._name} could not be downloaded or read ({error}); if you have "
+                "the files, give their folder as raw_dir="
             ) from error
 
         item = dataset[_check_index(len(dataset), self._index, f"dgl:{self._name}")]
         # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
         graph = item[0] if isinstance(item, tuple) else item
-
-        # Not every dataset of DGL has a number of classes.
+        # Some datasets of DGL have no number of classes, or a method of this name.
         class_count = getattr(dataset, "num_classes", None)
         num_classes = int(class_count) if isinstance(class_count, (int, np.integer)) else None
         return raw_graph_from_dgl(graph, name=self._name, split=self._split, num_classes=num_classes)
@@ -287,11 +308,11 @@ class DglDataSource(DatasetSource):
 class DglBinarySource(DatasetSource):
     """A file of ``dgl.save_graphs``. It has the options ``index`` and ``split`` of :class:`DglDataSource`."""
 
-    known_options = _OWN_OPTIONS
+    known_options = _GRAPH_OPTIONS
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         super().__init__(location, options)
-        self._index, self._split = _read_own_options(options)
+        self._index, self._split = _read_graph_options(options)
 
     def load(self) -> RawGraph:
         if not self._path.is_file():
@@ -301,8 +322,8 @@ class DglBinarySource(DatasetSource):
             graphs = load_graphs(self._path)
         except StorageError as error:
             raise DatasetError(
-                f"{self._path} is not a file of saved DGL graphs, or is damaged; copy it again, or write it "
-                "with dgl.save_graphs"
+                f"{self._path} is not a file of saved DGL graphs, or is damaged; copy it "
+                "again, or write it with dgl.save_graphs"
             ) from error
 
         graph = graphs[_check_index(len(graphs), self._index, str(self._path))]
@@ -312,16 +333,14 @@ class DglBinarySource(DatasetSource):
 def _find_dataset_class(name: str) -> Any:
     import dgl
 
-    names = sorted(
-        key
-        for key, value in vars(dgl.data).items()
-        if inspect.isclass(value) and issubclass(value, dgl.data.DGLDataset)
-    )
-    if name in names:
-        return getattr(dgl.data, name)
-    raise UnknownNameError(
-        f"dgl.data has no dataset {name!r}{suggest_name(name, names)} (write e.g. dgl:CoraGraphDataset)"
-    )
+    classes = {}
+    for key, value in vars(dgl.data).items():
+        if inspect.isclass(value) and issubclass(value, dgl.data.DGLDataset):
+            classes[key] = value
+    if name not in classes:
+        hint = suggest_name(name, sorted(classes))
+        raise UnknownNameError(f"dgl.data has no dataset {name!r}{hint} (write e.g. dgl:CoraGraphDataset)")
+    return classes[name]
 
 
 def _check_index(num_graphs: int, index: int | None, where: str) -> int:
@@ -333,8 +352,8 @@ def _check_index(num_graphs: int, index: int | None, where: str) -> int:
     return index
 
 
-def _convert_frame(data: Mapping[str, torch.Tensor], left_out: str) -> dict[str, Array]:
-    return {key: array_of_tensor(tensor) for key, tensor in data.items() if key != left_out}
+def _convert_frame(data: Mapping[str, torch.Tensor], excluded: str) -> dict[str, Array]:
+    return {key: array_of_tensor(tensor) for key, tensor in data.items() if key != excluded}
 
 
 def array_of_tensor(tensor: torch.Tensor) -> Array:
@@ -342,16 +361,18 @@ def array_of_tensor(tensor: torch.Tensor) -> Array:
     import torch
 
     tensor = tensor.detach().cpu()
-    return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return np.asarray(tensor.numpy())
 
 
 def _choose_split(name: str, column: Array, split: int | None, where: str) -> Array:
-    if name not in SPLITS or column.ndim != 2:
+    if column.ndim != 2:
         return column
     if split is None or split >= column.shape[1]:
         raise DatasetError(
-            f"{where}: column {name!r} has {column.shape[1]} splits; choose one with split=0 to "
-            f"{column.shape[1] - 1}, or set g.ndata[{name!r}] = g.ndata[{name!r}][:, 0]"
+            f"{where}: column {name!r} has {column.shape[1]} splits; choose one with split=0 "
+            f"to {column.shape[1] - 1}, or set g.ndata[{name!r}] = g.ndata[{name!r}][:, 0]"
         )
     return column[:, split]
 
@@ -361,8 +382,8 @@ DATASETS: Registry[DatasetSource] = Registry(
     DatasetSource,  # type: ignore[type-abstract]  # the base is only compared with
     builtin={
         "synthetic": "dglx_dist.data.synthetic:SyntheticSource",
-        "npz": "dglx_dist.data.graph_files:NpzSource",
-        "torch": "dglx_dist.data.graph_files:TorchSource",
+        "npz": "dglx_dist.data.array_graphs:NpzSource",
+        "torch": "dglx_dist.data.array_graphs:TorchSource",
         "networkx": "dglx_dist.data.graph_files:NetworkxSource",
         "edge_list": "dglx_dist.data.graph_files:EdgeListSource",
         "dgl": "dglx_dist.data.sources:DglDataSource",
@@ -385,10 +406,10 @@ _SOURCE_OF_SUFFIX = {
     **dict.fromkeys((".mtx", ".graph"), "edge_list"),
 }
 FORMATS = (
-    "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
-    "NetworkX's `.graphml`, `.gml` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, "
-    "METIS's `.graph`, these also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, "
-    "valid.txt and test.txt"
+    "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of "
+    "tensors (PyG), NetworkX's `.graphml`, `.gml` or `.json`, a `.txt` of edges (SNAP) or "
+    "triples, a `.mtx`, METIS's `.graph`, these also with `.gz`, a folder of CSV / Parquet "
+    "tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """Description of the files that :func:`load_dataset` reads."""
 LINE_FORMATS = ("triples", "edges", "interactions")
@@ -397,7 +418,9 @@ LINE_FORMATS = ("triples", "edges", "interactions")
 
 def suffix_of(path: Path) -> str:
     """Return the suffix of ``path``, including the one before ``.gz``."""
-    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if path.suffix != ".gz":
+        return path.suffix
+    return "".join(path.suffixes[-2:])
 
 
 def load_dataset(
@@ -441,7 +464,7 @@ def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield cast("IO[bytes]", file)
-    except DglxError:  # Some of them are a ValueError too.
+    except DglxError:  # Some errors of this package are a ValueError, too.
         raise
     except (ValueError, EOFError, OSError, zlib.error) as error:
         problem = str(error)
@@ -455,28 +478,35 @@ def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
 
 
 def _estimate_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder, without compression."""
+    if path.is_dir():
+        return sum(_estimate_bytes(file) for file in path.rglob("*") if file.is_file())
     if path.suffix != ".gz":
         return path.stat().st_size
+    num_bytes = 0
     with open_text(path, "file") as file:
-        return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
+        while chunk := file.read(1 << 20):
+            num_bytes += len(chunk)
+    return num_bytes
 
 
 def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    needed = per_byte * sum(_estimate_bytes(file) for file in files if file.exists())
+    """Raise ConfigError if the source ``name`` needs more memory than granted to read ``path``."""
+    if not path.exists():
+        return
+    needed = per_byte * _estimate_bytes(path)
     if needed > workspace.budget.work:
-        remedy = (
-            "first `dglx ingest` them (docs/guides/ingest.md)"
-            if path.is_dir()
-            else "give an uncompressed .npz"
-        )
+        remedy = "give an uncompressed .npz"
+        if path.is_dir():
+            remedy = "first `dglx ingest` them (docs/guides/ingest.md)"
         raise ConfigError(
-            f"{path} would take about {format_bytes(needed)} of memory, because {name} reads it at once; "
-            f"{remedy}, or grant more --memory"
+            f"{path} would take about {format_bytes(needed)} of memory, because {name} reads "
+            f"it at once; {remedy}, or grant more --memory"
         )
 
 
 def _find_source(spec: str) -> tuple[str, str]:
+    """Return the name of the source of ``spec``, and its path or other argument."""
     path = Path(spec).expanduser()
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
@@ -490,8 +520,8 @@ def _find_source(spec: str) -> tuple[str, str]:
                 kind = "gexf" if path.suffix == ".gexf" else "pajek"
                 known = f"GraphML, so write networkx.write_graphml(networkx.read_{kind}(FILE), 'a.graphml')"
             raise DatasetError(
-                f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
-                "table goes into a folder as edges.csv or edges.parquet)"
+                f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected "
+                f"{known} (a lone table goes into a folder as edges.csv or edges.parquet)"
             )
 
         return source, str(path)
@@ -501,9 +531,11 @@ def _find_source(spec: str) -> tuple[str, str]:
     name, colon, location = spec.partition(":")
     if colon and "/" not in name and "\\" not in name:
         return DATASETS.resolve(name), location
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, [*beside, *DATASETS.names()])
-    hint = f"; near it: {', '.join(near)}" if near else ""
+    nearby_names = list(DATASETS.names())
+    if path.parent.is_dir():
+        nearby_names += [entry.name for entry in path.parent.iterdir()]
+    candidates = difflib.get_close_matches(path.name, nearby_names)
+    hint = f"; near it: {', '.join(candidates)}" if candidates else ""
     if not path.parent.is_dir():
         hint = f"; the folder {path.parent} does not exist either"
     raise DatasetError(
@@ -525,8 +557,8 @@ class OgbSource(DatasetSource):
         check_names("the dataset source 'ogb'", options, ("root",))
         if not location.startswith("ogbn-"):
             raise ConfigError(
-                f"ogb:{location} is not a node dataset; those that can be loaded start with ogbn-, "
-                f"e.g. ogb:ogbn-arxiv"
+                f"ogb:{location} is not a node dataset; those that can be loaded start with "
+                "ogbn-, e.g. ogb:ogbn-arxiv"
             )
 
         if importlib.util.find_spec("ogb") is None:
@@ -569,18 +601,19 @@ def raw_graph_from_ogb(
     if "edge_index_dict" not in graph:
         graph, labels, split = _convert_to_several_types(graph, labels, split)
     num_nodes = {node_type: int(count) for node_type, count in graph["num_nodes_dict"].items()}
-    edges: dict[EdgeType, tuple[Array, Array]] = {
-        edge_type: (index[0], index[1]) for edge_type, index in graph["edge_index_dict"].items()
-    }
+    edges: dict[EdgeType, tuple[Array, Array]] = {}
+    for edge_type, (sources, destinations) in graph["edge_index_dict"].items():
+        edges[edge_type] = (sources, destinations)
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for node_type, count in num_nodes.items():
         columns = _get_columns(graph, "node_", node_type)
         if node_type in labels:
             columns[LABEL] = np.asarray(labels[node_type])
         for split_name, mask_name in _MASK_OF_OGB_SPLIT.items():
-            if node_type in split[split_name]:
+            ids = split[split_name].get(node_type)
+            if ids is not None:
                 columns[mask_name] = np.zeros(count, dtype=np.bool_)
-                columns[mask_name][split[split_name][node_type]] = True
+                columns[mask_name][ids] = True
         node_data[node_type] = standard_columns(columns, f"ogb:{name}, nodes {node_type!r}")
 
     return RawGraph(
@@ -596,26 +629,31 @@ def raw_graph_from_ogb(
 def _convert_to_several_types(
     graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    by_type: dict[str, Any] = {"num_nodes_dict": {NODE_TYPE: graph["num_nodes"]}}
+    """Return the arguments in the form of a dataset with several types."""
+    typed_graph: dict[str, Any] = {"num_nodes_dict": {NODE_TYPE: graph["num_nodes"]}}
     for key, value in graph.items():
-        if key != "num_nodes" and value is not None:
-            owner: object = NODE_TYPE if key.startswith("node_") else EDGE_TYPE
-            by_type[key if key != "edge_index" else "edge_index_dict"] = {owner: value}
-    return by_type, {NODE_TYPE: labels}, {name: {NODE_TYPE: ids} for name, ids in split.items()}
+        if key == "edge_index":
+            typed_graph["edge_index_dict"] = {EDGE_TYPE: value}
+        elif key != "num_nodes" and value is not None:
+            type_key: object = NODE_TYPE if key.startswith("node_") else EDGE_TYPE
+            typed_graph[key] = {type_key: value}
+    return typed_graph, {NODE_TYPE: labels}, {name: {NODE_TYPE: ids} for name, ids in split.items()}
 
 
-def _get_columns(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[str, Array]:
-    """Return the columns ``prefix*`` of the node or edge type ``owner``, under their names without it."""
+def _get_columns(graph: Mapping[str, Any], prefix: str, type_key: object) -> dict[str, Array]:
+    """Return the columns of a node or edge type. Their keys in ``graph`` begin with ``prefix``."""
     columns = {}
     for key, values in graph.items():
-        name = key.removesuffix("_dict")
-        if name == "edge_index" or not name.startswith(prefix) or values is None or values.get(owner) is None:
+        if not key.startswith(prefix) or key == "edge_index_dict":
             continue
-        name = name.removeprefix(prefix)
-        value = np.asarray(values[owner])
+        if values is None or values.get(type_key) is None:
+            continue
+        name = key.removeprefix(prefix).removesuffix("_dict")
+        value = np.asarray(values[type_key])
         # OGB stores scalars as (K, 1), for example the year of a paper.
-        is_scalar = name != "feat" and value.ndim == 2 and value.shape[1] == 1
-        columns[FEATURE if name == "feat" else name] = value[:, 0] if is_scalar else value
+        if name != "feat" and value.ndim == 2 and value.shape[1] == 1:
+            value = value[:, 0]
+        columns[FEATURE if name == "feat" else name] = value
     return columns
 
 

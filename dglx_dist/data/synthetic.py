@@ -251,8 +251,8 @@ class SyntheticConfig:
         check_ranges(self, "{name}={value!r} of the synthetic graph")
         if self.train_rate + self.val_rate + self.test_rate > 1 + 1e-9:
             raise ConfigError(
-                f"train_rate={self.train_rate}, val_rate={self.val_rate} and test_rate={self.test_rate} "
-                f"sum to more than 1; lower one of them"
+                f"train_rate={self.train_rate}, val_rate={self.val_rate} and "
+                f"test_rate={self.test_rate} sum to more than 1; lower one of them"
             )
 
         count = self.num_communities
@@ -405,7 +405,6 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
         )
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, folder, None)
-
     return manifest
 
 
@@ -516,7 +515,6 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
                 total += 1
 
         counts[i] = total - start
-
     return total
 
 
@@ -619,5 +617,4 @@ def _draw_splits(config: SyntheticConfig, communities: Array) -> dict[str, Array
         if len(ids):
             masks[name] = np.zeros(config.nodes, np.bool_)
             masks[name][ids] = True
-
     return masks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -34,6 +35,7 @@ _BAD_SUFFIXES = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather
 
 
 def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
+    """Return the (N, columns) float32 values of several columns with one number per row."""
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
         table_column = column(table, name, where)
@@ -45,8 +47,8 @@ def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
 
 
 _CONVENTION = (
-    "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
-    "each .csv or .parquet"
+    "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and "
+    "edges/SOURCE__RELATION__DESTINATION.csv, each .csv or .parquet"
 )
 
 
@@ -56,19 +58,23 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
         raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
     if (folder / "manifest.json").is_file():
         raise DatasetError(
-            f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
-            "directly, or partition the original graph"
+            f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; "
+            "train on it directly, or partition the original graph"
         )
 
     if (folder / "graph.json").is_file():
         _LOG.warning("%s is ignored; use it with `dglx ingest %s/graph.json`", folder / "graph.json", folder)
-    for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
-        if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _BAD_SUFFIXES:
-            raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
+    for pattern in ("nodes.*", "edges.*", "*/*"):
+        for path in sorted(folder.glob(pattern)):
+            is_table = bool({path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"})
+            if is_table and path.suffix in _BAD_SUFFIXES:
+                raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
+
     edge_table = _find_single_file(folder, "edges")
     node_table = _find_single_file(folder, "nodes")
     if edge_table is not None:
-        return {} if node_table is None else {NODE_TYPE: node_table}, {EDGE_TYPE: edge_table}
+        node_tables = {} if node_table is None else {NODE_TYPE: node_table}
+        return node_tables, {EDGE_TYPE: edge_table}
     edge_tables = {_parse_edge_type(path): path for path in _list_tables(folder / "edges")}
     if not edge_tables:
         raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
@@ -80,7 +86,7 @@ def _list_tables(folder: Path) -> list[Path]:
 
 
 def _find_single_file(folder: Path, stem: str) -> Path | None:
-    paths = [folder / f"{stem}{suffix}" for suffix in SUFFIXES if (folder / f"{stem}{suffix}").is_file()]
+    paths = [path for path in _list_tables(folder) if path.stem == stem and path.is_file()]
     if len(paths) > 1:
         raise DatasetError(f"{folder} has both {paths[0].name} and {paths[1].name}; remove one")
     return paths[0] if paths else None
@@ -108,10 +114,13 @@ _NEO4J_NAME = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
 def _simplify_name(name: str) -> str:
     """Return a column's name in lower case, without punctuation and Neo4j's type name."""
     match = _NEO4J_NAME.fullmatch(name)
-    return re.sub(r"[\W_]", "", (match[1] if match else name).lower())
+    if match:
+        name = match[1]
+    return re.sub(r"[\W_]", "", name.lower())
 
 
 def _list_names_of_type(ntype: str) -> tuple[str, str]:
+    """Return the simplified names of columns with ids of ``ntype``: userid and user for the type users."""
     owner = _simplify_name(ntype).removesuffix("s")
     return f"{owner}id", owner
 
@@ -123,11 +132,13 @@ def is_node_id(name: str, ntype: str) -> bool:
 
 def _read(path: Path, id_names: Collection[str] = ()) -> Any:
     """Read a table. Columns of ids are ``id_names``, ends of edges, and usual names of ids."""
-    id_keys = {*id_names, *(key for keys in _END_COLUMNS for key in keys)}
-    stems = path.stem.split("__")
+    id_keys = {*id_names, *chain.from_iterable(_END_COLUMNS)}
+    types = path.stem.split("__")
 
     def is_id(name: str) -> bool:
-        return bool({name, _simplify_name(name)} & id_keys) or any(is_node_id(name, stem) for stem in stems)
+        if name in id_keys or _simplify_name(name) in id_keys:
+            return True
+        return any(is_node_id(name, ntype) for ntype in types)
 
     return read_table(path, is_id)
 
@@ -176,18 +187,28 @@ class TablesSource(DatasetSource):
         self._nodes, self._edges = find_tables(self._path)
 
     def load(self) -> RawGraph:
-        id_names = {spelling for name in (self._ids or "").split(",") for spelling in (name, name.strip())}
+        id_names = set()
+        for name in (self._ids or "").split(","):
+            id_names |= {name, name.strip()}  # A column's name may begin or end with a space.
         nodes = {ntype: (str(path), _read(path, id_names)) for ntype, path in self._nodes.items()}
         edges = {etype: (str(path), _read(path)) for etype, path in self._edges.items()}
-        node_names, edge_names = (
-            list(dict.fromkeys(name for _, table in tables.values() for name in table.column_names))
-            for tables in (nodes, edges)
-        )
+        node_names = _list_column_names(nodes)
+        all_names = [*node_names, *_list_column_names(edges)]
+
         where = f"{self._name}: no table"
-        ignored = set(filter(None, _choose_names(self._ignored, [*node_names, *edge_names], where, "ignore")))
-        columns = [name for name in node_names if name and name not in ignored]
-        ids = None if self._ids is None else _choose_names(self._ids, columns, f"{where} of nodes", "--id")
+        ignored = {name for name in _choose_names(self._ignored, all_names, where, "ignore") if name}
+        ids = None
+        if self._ids is not None:
+            candidates = [name for name in node_names if name and name not in ignored]
+            ids = _choose_names(self._ids, candidates, f"{where} of nodes", "--id")
         return build_graph_from_tables(self._name, nodes, edges, ignored, ids)
+
+
+def _list_column_names(tables: Mapping[Any, tuple[str, Any]]) -> list[str]:
+    names: dict[str, None] = {}
+    for _, table in tables.values():
+        names |= dict.fromkeys(table.column_names)
+    return list(names)
 
 
 def _choose_names(listed: str, columns: Sequence[str], where: str, option: str) -> list[str]:
@@ -199,8 +220,8 @@ def _choose_names(listed: str, columns: Sequence[str], where: str, option: str) 
     for name in [*filter(None, names), *names[:-1]]:
         if name not in columns:
             raise DatasetError(
-                f"{where} has the column {name!r} of {option}{suggest_name(name, columns)} (columns: "
-                f"{', '.join(columns) or 'none'})"
+                f"{where} has the column {name!r} of {option}{suggest_name(name, columns)} "
+                f"(columns: {', '.join(columns) or 'none'})"
             )
     return names
 
@@ -228,7 +249,7 @@ def build_graph_from_tables(
     ids: dict[str, Any] = {}
     id_sources = {ntype: where for ntype, (where, _) in nodes.items()}
     node_data: dict[str, dict[str, NodeColumn]] = {}
-    names: dict[str, list[str]] = {}
+    class_names: dict[str, list[str]] = {}
     for ntype, (where, table) in nodes.items():
         id_name = _find_id_column(table, ntype, where, ignored, id_names)
         if id_name is None:
@@ -240,25 +261,30 @@ def build_graph_from_tables(
             ids[ntype] = _read_node_ids(table, id_name, where)
 
         node_data[ntype] = _convert_columns(table, where, {_ID, id_name or _ID, *ignored})
-        has_label = LABEL in table.column_names and LABEL in node_data[ntype]
-        if has_label and (label := column(table, LABEL, where)).is_text:
-            names[ntype] = _read_class_names(label).to_pylist()
-            warn_of_unknown(names[ntype], where, LABEL)
+        if LABEL in table.column_names and LABEL in node_data[ntype]:
+            labels = column(table, LABEL, where)
+            if labels.is_text:
+                class_names[ntype] = _read_class_names(labels).to_pylist()
+                warn_of_unknown(class_names[ntype], where, LABEL)
 
     # The order of a set of strings changes from run to run, but ids must not.
-    for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
+    end_types = {ntype for etype in ends for ntype in (etype[0], etype[2])}
+    for ntype in sorted(end_types - ids.keys()):
         ids[ntype] = _collect_ids_in_edges(ntype, _collect_ends_at(ntype, ends))
+
     positions = {}
-    edge_data = {}
-    for etype, etype_ends in ends.items():
-        sources, destinations = (
-            _find_positions(end, ids[ntype], id_sources.get(ntype))
-            for end, ntype in zip(etype_ends, (etype[0], etype[2]), strict=True)
-        )
+    edge_data: dict[EdgeType, dict[str, Array]] = {}
+    for etype, (source, destination) in ends.items():
+        sources = _find_positions(source, ids[etype[0]], id_sources.get(etype[0]))
+        destinations = _find_positions(destination, ids[etype[2]], id_sources.get(etype[2]))
         positions[etype] = (sources, destinations)
-        end_names = {end.name for end in etype_ends}
-        data = _convert_columns(edges[etype][1], edges[etype][0], {*end_names, *ignored})
-        edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        where, table = edges[etype]
+        edge_data[etype] = {}
+        for key, values in _convert_columns(table, where, {source.name, destination.name, *ignored}).items():
+            if isinstance(values, np.ndarray):
+                edge_data[etype][key] = values
+
+    user_ids = {ntype: _make_user_ids(values) for ntype, values in ids.items() if not _is_range(values)}
 
     return RawGraph(
         name=name,
@@ -267,8 +293,8 @@ def build_graph_from_tables(
         node_data=node_data,
         edge_data=edge_data,
         num_classes=classes_of(node_data),
-        class_names=names,
-        user_ids={ntype: _make_user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
+        class_names=class_names,
+        user_ids=user_ids,
     )
 
 
@@ -277,44 +303,56 @@ def _find_id_column(
 ) -> str | None:
     """Return the column with the ids: one of ``id_names``, or else one with a usual name.
 
-    Return None if the nodes are numbered by row.
+    Return None if the nodes are numbered by row. Raise DatasetError if several columns could have the ids.
     """
     names = [name for name in table.column_names if name and name not in ignored]
-    # Only the first name of --id that the table has is used.
-    candidates = [name for name in id_names or () if name in names][:1]
-    if _ID in names and candidates != [_ID] and (candidates or id_names == [""]):
-        id_source = repr(candidates[0]) if candidates else "the number of its row"
-        _LOG.warning("%s: by --id, the id of a node is %s; the column 'id' is left out", where, id_source)
-    if id_names == [""]:
-        return None
-    candidates = candidates or [name for name in names if name == _ID]
-    candidates = candidates or [name for name in names if is_node_id(name, ntype)]
-    if len(candidates) > 1 or (id_names and not candidates and "" not in id_names):
-        reason = "no column of --id is"
+    if id_names is not None:
+        # Only the first name of --id that the table has is used.
+        candidates = [name for name in id_names if name in names][:1]
+        if _ID in names and candidates != [_ID] and (candidates or id_names == [""]):
+            id_source = repr(candidates[0]) if candidates else "the number of its row"
+            _LOG.warning("%s: by --id, the id of a node is %s; the column 'id' is left out", where, id_source)
         if candidates:
-            reason = f"both {candidates[0]!r} and {candidates[1]!r} could be"
-        remedy = "" if candidates else f" (--id '{','.join(id_names or ())},' numbers such nodes by row)"
-        raise DatasetError(
-            f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); choose one with "
-            f"--id COLUMN{remedy}"
-        )
+            return candidates[0]
+        if id_names == [""]:
+            return None
 
-    return candidates[0] if candidates else None
+    if _ID in names:
+        return _ID
+    candidates = [name for name in names if is_node_id(name, ntype)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        reason = f"both {candidates[0]!r} and {candidates[1]!r} could be"
+        remedy = ""
+    elif id_names and "" not in id_names:
+        reason = "no column of --id is"
+        remedy = f" (--id '{','.join(id_names)},' numbers such nodes by row)"
+    else:
+        return None
+    raise DatasetError(
+        f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); "
+        f"choose one with --id COLUMN{remedy}"
+    )
 
 
 def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, ignored: Collection[str]) -> None:
     """Raise DatasetError if nodes would be numbered by row, but a column has the ids of all edge ends."""
     texts_by_end = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
     end_texts = pc.unique(pa.chunked_array(texts_by_end, pa.large_string()))
+    if len(end_texts) == 0:
+        return
     data_columns = re.compile(rf"({FEATURE}|{LABEL})(_?\d+)?|{SPLIT}")
-    for name in table.column_names if len(end_texts) else ():
+    for name in table.column_names:
         if name in ignored or data_columns.fullmatch(name):
             continue
         ids = column(table, name, where)
-        if not (ids.is_text or ids.is_integer) or ids.values.null_count or _is_range(ids.values):
+        can_be_ids = (ids.is_text or ids.is_integer) and not ids.values.null_count
+        if not can_be_ids or _is_range(ids.values):
             continue
         texts = ids.texts()
-        if len(pc.unique(texts)) == len(texts) and pc.all(pc.is_in(end_texts, value_set=texts)).as_py():
+        is_unique = len(pc.unique(texts)) == len(texts)
+        if is_unique and pc.all(pc.is_in(end_texts, value_set=texts)).as_py():
             raise DatasetError(
                 f"{where}: no column has a usual name of ids, but {name!r} ({texts[0]}, ...) looks like the "
                 f"ids that edges use; add --id {name} to use it, or --id '' to number nodes by row"
@@ -329,39 +367,51 @@ def _read_node_ids(table: Any, name: str, where: str) -> Any:
 
 
 def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
-    columns = {_simplify_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
-    pairs = zip(_list_names_of_type(etype[0]), _list_names_of_type(etype[2]), strict=True)
-    keys = [*_END_COLUMNS, *(pair for pair in pairs if pair[0] != pair[1])]
-    names = next(((columns[src], columns[dst]) for src, dst in keys if {src, dst} <= columns.keys()), None)
-    if names is None:
+    """Return the columns with the ids of sources and destinations. Raise DatasetError if there are none."""
+    columns = {_simplify_name(name): name for name in table.column_names}
+    columns |= {name: name for name in table.column_names}
+    keys = list(_END_COLUMNS)
+    for source, destination in zip(_list_names_of_type(etype[0]), _list_names_of_type(etype[2]), strict=True):
+        if source != destination:
+            keys.append((source, destination))
+    existing = [pair for pair in keys if pair[0] in columns and pair[1] in columns]
+    if not existing:
         check_column_names(table.column_names, (), where)
         raise DatasetError(
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
 
-    for name in names if names != _END_COLUMNS[0] else ():
+    source, destination = existing[0]
+    names = (columns[source], columns[destination])
+    for name in names:
         simple_name = _simplify_name(name)
-        similar = [key for key in table.column_names if key != name and _simplify_name(key) == simple_name]
-        if similar:
+        similar = [other for other in table.column_names if _simplify_name(other) == simple_name]
+        # The names src and dst are exact, whatever other names the table has.
+        if len(similar) > 1 and names != _END_COLUMNS[0]:
+            similar.remove(name)
             raise DatasetError(f"{where}: {name!r} or {similar[0]!r} may be an end of edges; rename one")
-
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
 def _collect_ends_at(
     node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]
 ) -> list[TableColumn]:
-    return [
-        end
-        for etype, etype_ends in ends.items()
-        for ntype, end in zip((etype[0], etype[2]), etype_ends, strict=True)
-        if ntype == node_type
-    ]
+    """Return the columns of edge tables that have ids of ``node_type``."""
+    columns = []
+    for (source_type, _, destination_type), (source, destination) in ends.items():
+        if source_type == node_type:
+            columns.append(source)
+        if destination_type == node_type:
+            columns.append(destination)
+    return columns
 
 
 def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
-    distinct = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
+    """Return the sorted distinct ids of a node type without a table."""
+    distinct = [pc.unique(end.values) for end in ends if len(end.values)]
+    if not distinct:
+        distinct = [ends[0].values]
     if len({str(values.type) for values in distinct}) > 1:
         raise DatasetError(
             f"{ends[0].where}: node type {node_type!r} has no table, and the edges use both integers and "
@@ -371,11 +421,16 @@ def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
 
 
 def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
-    """Return the (E,) int32 or int64 positions in ``ids`` of the values of ``end``."""
+    """Return the (E,) int32 or int64 positions in ``ids`` of the values of ``end``.
+
+    ``table`` names the table of ids for messages, or is None if there is no table of nodes.
+    """
     origin = f"among the ids of {table}" if table is not None else "a node"
+    values = end.values
     # If ids are texts, all values in a small table of edges may still look like numbers.
-    values = end.texts() if pa.types.is_large_string(ids.type) or not len(end.values) else end.values
-    if not len(values):
+    if pa.types.is_large_string(ids.type) or len(values) == 0:
+        values = end.texts()
+    if len(values) == 0:
         values = values.cast(ids.type)
     if values.type != ids.type:
         raise end.error(f"holds texts, but the ids {origin} are whole numbers; use the same kind in both")
@@ -395,41 +450,29 @@ def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
 
 
 def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, NodeColumn]:
+    """Return the columns of a table that are not ``excluded``, as arrays of numbers.
+
+    Raise DatasetError if a column has texts and is neither a label nor a split.
+    """
     columns: dict[str, NodeColumn] = {}
     names = [name for name in table.column_names if name not in excluded]
     if LABEL in names:
-        columns[LABEL] = _labels(column(table, LABEL, where))
+        columns[LABEL] = _read_labels(column(table, LABEL, where))
     if SPLIT in names:
         masks = masks_of_split(split_codes(column(table, SPLIT, where)))
-        columns.update({name: mask for name, mask in masks.items() if mask.any()})
+        columns |= {name: mask for name, mask in masks.items() if mask.any()}
     for stem in sorted({FEATURE, LABEL} - {*names}):
-        suffixes = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
-        if suffixes:
-            ordered = sorted(suffixes, key=suffixes.__getitem__)
-            start = suffixes[ordered[0]]
-            if [suffixes[name] for name in ordered] != [*range(start, start + len(ordered))]:
-                shown = ", ".join(ordered[:4]) + (" ..." if len(ordered) > 4 else "")
-                _LOG.warning("%s: the %d columns %s skip or repeat a number", where, len(ordered), shown)
-            columns[stem] = _stack_columns(table, ordered, where)
-            names = [name for name in names if name not in suffixes]
+        numbered_names = _find_numbered_columns(names, stem, where)
+        if numbered_names:
+            columns[stem] = _stack_columns(table, numbered_names, where)
+            names = [name for name in names if name not in numbered_names]
 
     for name in names:
         if name in (LABEL, SPLIT):
             continue
         table_column = column(table, name, where)
-        if table_column.is_text and name == FEATURE:
-            shown = f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write numbers in columns"
-            raise table_column.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
-
         if table_column.is_text:
-            id_hint = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
-            hint = f"rename it to 'label' if it is to be learnt{id_hint}"
-            hint = hint if _ID in excluded else "save triples as a .tsv without a header"
-            raise table_column.error(
-                f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
-                f"folder of tables: --option ignore={name})"
-            )
-
+            raise _make_text_error(table_column, name, _ID in table.column_names, _ID in excluded)
         columns[name] = table_column.numbers()
 
     columns = standard_columns(columns, where)
@@ -437,15 +480,55 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
     return columns
 
 
-def _labels(labels: TableColumn) -> Array:
+def _find_numbered_columns(names: Sequence[str], stem: str, where: str) -> list[str]:
+    """Return the names such as ``feat_0``, in the order of their numbers."""
+    numbers = {}
+    for name in names:
+        match = re.fullmatch(rf"{stem}_?(\d+)", name)
+        if match:
+            numbers[name] = int(match[1])
+
+    ordered = sorted(numbers, key=numbers.__getitem__)
+    steps = np.diff([numbers[name] for name in ordered])
+    if (steps != 1).any():
+        examples = ", ".join(ordered[:4]) + (" ..." if len(ordered) > 4 else "")
+        _LOG.warning("%s: the %d columns %s skip or repeat a number", where, len(ordered), examples)
+    return ordered
+
+
+def _make_text_error(table_column: TableColumn, name: str, has_id: bool, is_node_table: bool) -> DatasetError:
+    """Return the error of a column of texts. Its remedy depends on the table and its columns."""
+    if name == FEATURE:
+        example = table_column.values[0].as_py()
+        return table_column.error(
+            f"holds texts, such as {example!r:.40}; write numbers in columns feat_0, feat_1 "
+            "..., or lists of numbers in Parquet"
+        )
+
+    hint = "save triples as a .tsv without a header"
+    if is_node_table:
+        hint = "rename it to 'label' if it is to be learnt"
+        if not has_id:
+            hint = f"{hint}, or 'id' if it has the ids (--id {name})"
+    return table_column.error(
+        f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it "
+        f"out (in a folder of tables: --option ignore={name})"
+    )
+
+
+def _read_labels(labels: TableColumn) -> Array:
+    """Return the classes or targets of a column, with -1 or NaN for rows without a label."""
     if not labels.is_text:
         if pa.types.is_floating(labels.values.type):
             return as_numpy(labels.values)  # A missing label is NaN.
-        return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_integer else labels.numbers()
+        if labels.is_integer:
+            return as_numpy(pc.fill_null(labels.as_int64(), -1))
+        return labels.numbers()
 
     names = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
     is_odd = pc.invert(pc.match_substring_regex(names, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
-    if 0 < (pc.sum(is_odd).as_py() or 0) < len(names.drop_null()) / 2:
+    num_odd = pc.sum(is_odd).as_py() or 0  # The sum of no values is None.
+    if 0 < num_odd < len(names.drop_null()) / 2:
         row = find_first_true(pc.fill_null(is_odd, False))
         message = f"{names[row]!s:.40} is no number, but most labels are; all are read as class names"
         _LOG.warning("%s", labels.error(message, row))
@@ -455,7 +538,8 @@ def _labels(labels: TableColumn) -> Array:
 
 
 def _read_class_names(labels: TableColumn) -> Any:
-    return _sort_distinct(labels.values.filter(pc.not_equal(pc.fill_null(labels.values, ""), "")))
+    has_label = pc.not_equal(pc.fill_null(labels.values, ""), "")
+    return _sort_distinct(labels.values.filter(has_label))
 
 
 def _sort_distinct(values: Any) -> Any:

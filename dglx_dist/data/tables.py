@@ -65,10 +65,13 @@ class TableColumn:
         """Return ``count`` values, starting with value number ``first``."""
         return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
 
-    def refuse(self, odd: Array, problem: str, prefix: str = "") -> None:
-        """Raise an error for the first value in the (K,) bool ``odd``. ``prefix`` comes before the value."""
-        if odd.any():
-            row = find_first_true(odd)
+    def refuse(self, is_invalid: Array, problem: str, prefix: str = "") -> None:
+        """Raise an error for the first value that the (K,) bool ``is_invalid`` marks.
+
+        ``prefix`` comes before the value in the message.
+        """
+        if is_invalid.any():
+            row = find_first_true(is_invalid)
             raise self.error(f"{prefix}{self.values[row].as_py()!r} {problem}", row)
 
     def refuse_gaps(self) -> None:
@@ -109,23 +112,28 @@ class TableColumn:
             return as_numpy(seconds.values.cast(pa.int64()).fill_null(MISSING))
 
         self.refuse_gaps()
-        list_type = self.values.type
-        width = None
+        types = pa.types
         values = self.values
-        if pa.types.is_list(list_type) or pa.types.is_large_list(list_type):
-            width = self.list_width(self.values)
-        elif pa.types.is_fixed_size_list(list_type):
-            width = list_type.list_size
-
+        width = None
+        if types.is_list(values.type) or types.is_large_list(values.type):
+            width = self.list_width(values)
+        elif types.is_fixed_size_list(values.type):
+            width = values.type.list_size
         if width is not None:
             values = values.flatten()
-        types = pa.types
-        if not any(test(values.type) for test in (types.is_integer, types.is_floating, types.is_boolean)):
-            raise self.error(f"must hold numbers; it holds {list_type}. Encode it as numbers or leave it out")
+
+        is_number = types.is_integer(values.type) or types.is_floating(values.type)
+        if not is_number and not types.is_boolean(values.type):
+            raise self.error(
+                f"must hold numbers; it holds {self.values.type}. Encode it as numbers or leave it out"
+            )
         if values.null_count:
-            raise self.error("has an empty value", find_first_true(pc.is_null(values)) // max(width or 1, 1))
+            position = find_first_true(pc.is_null(values))
+            raise self.error("has an empty value", position if width is None else position // width)
+
         array = as_numpy(values)
-        array = array if width is None else array.reshape(len(self.values), width)
+        if width is not None:
+            array = array.reshape(len(self.values), width)
         check_finite(array, self.name, self.where, self.first_row)
         return array
 
@@ -135,7 +143,9 @@ class TableColumn:
         row = find_first_true(lengths != lengths[:1])
         if row:
             raise self.error(f"a list of {lengths[row]}, but row {self.first_row} has {lengths[0]}", row)
-        return int(lengths[0]) if len(lengths) else 0
+        if len(lengths) == 0:
+            return 0
+        return int(lengths[0])
 
 
 def as_numpy(values: Any) -> Array:
@@ -143,15 +153,16 @@ def as_numpy(values: Any) -> Array:
     return np.asarray(values.to_numpy(zero_copy_only=False))
 
 
-def find_first_true(wrong: Any) -> int:
+def find_first_true(mask: Any) -> int:
     """Return the position of the first True, or 0 if there is none."""
-    wrong = wrong if isinstance(wrong, np.ndarray) else as_numpy(wrong)
-    return int(np.argmax(wrong)) if len(wrong) else 0
+    if not isinstance(mask, np.ndarray):
+        mask = as_numpy(mask)
+    return int(np.argmax(mask)) if len(mask) else 0
 
 
 @contextmanager
-def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
-    """Open a table as an Arrow file. ``longest`` is the maximum number of bytes of a row, for messages.
+def open_table(path: Path, kind: str, max_row_bytes: int = 1 << 20) -> Iterator[Any]:
+    """Open a table as an Arrow file. Messages name ``max_row_bytes``, the maximum size of a row.
 
     Raises DatasetError if the file, or the content that the block reads, is not a table of this kind.
     """
@@ -160,9 +171,9 @@ def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
         with pa.OSFile(os.fsencode(path)) as file:
             yield file
     except (pa.ArrowException, csv.Error, OSError, UnicodeDecodeError) as error:
-        # Arrow reports a row that does not end within a block as "straddling".
-        is_long = "straddling" in str(error)
-        hint = f"; close a quote, or write Parquet if a row has over {longest >> 10} KB" if is_long else ""
+        hint = ""
+        if "straddling" in str(error):  # Arrow's word for a row that does not end within a block.
+            hint = f"; close a quote, or write Parquet if a row has over {max_row_bytes >> 10} KB"
         raise DatasetError(f"{path}: not readable as a {kind} table: {error}{hint}") from error
 
 
@@ -176,25 +187,33 @@ def read_table(path: Path, is_id: Callable[[str], bool] = lambda _name: False) -
         if path.suffix != ".csv":
             return pyarrow.parquet.read_table(file)
         table = pyarrow.csv.read_csv(file)
-        columns = zip(table.column_names, table.schema.types, strict=True)
-        if binary := [name for name, kind in columns if pa.types.is_binary(kind)]:
-            raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as UTF-8")
+
+        for name, dtype in zip(table.column_names, table.schema.types, strict=True):
+            if pa.types.is_binary(dtype):
+                raise OSError(f"column {name!r} is not text in UTF-8; save it as UTF-8")
         return _with_written_ids(path, table, is_id)
 
 
 def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> Any:
     """Return ``table`` with ids as texts if an id that was read as a number begins with 0, like 007."""
-    all_names = table.column_names
-    columns = {name: table.column(name) for name in all_names if all_names.count(name) == 1 and is_id(name)}
-    names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
+    names = []
+    for name in table.column_names:
+        if table.column_names.count(name) > 1 or not is_id(name):
+            continue
+        ids = table.column(name)
+        if pa.types.is_integer(ids.type) and not ids.null_count:
+            names.append(name)
     if not names:
         return table
+
     types = dict.fromkeys(names, pa.large_string())
     options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)
     with open_table(path, "csv") as file:
         texts = pyarrow.csv.read_csv(file, convert_options=options)
-    has_zeros = (pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns)
-    for name in names if any(has_zeros) else ():
+    has_zeros = [pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns]
+    if not any(has_zeros):
+        return table
+    for name in names:
         ids = pc.utf8_trim_whitespace(texts.column(name))
         table = table.set_column(table.column_names.index(name), name, ids)
     return table
@@ -203,10 +222,10 @@ def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> A
 def column(table: Any, name: str, where: str) -> TableColumn:
     """Return the column ``name``. Raise DatasetError if it is missing or not unique."""
     check_column_names(table.column_names, [name], where)
-    combined = table.column(name).combine_chunks()
-    # A column without chunks stays a ChunkedArray.
-    values = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
-    if pa.types.is_null(values.type) and not len(values):
+    values = table.column(name).combine_chunks()
+    if isinstance(values, pa.ChunkedArray):  # A column without chunks stays a ChunkedArray.
+        values = values.combine_chunks()
+    if pa.types.is_null(values.type) and len(values) == 0:
         values = values.cast(pa.float64())
     return TableColumn(plain(values), name, where)
 
@@ -218,9 +237,10 @@ def check_column_names(columns: Sequence[str], names: Sequence[str], where: str)
         raise DatasetError(f"{where}: the columns are separated by ';' ({columns[0]}); {remedy}")
     for name in names:
         if name not in columns:
-            listed = ", ".join(columns) or "none"
-            raise DatasetError(f"{where}: has no column {name!r} of the description (it has {listed})")
-        if (count := list(columns).count(name)) > 1:
+            known = ", ".join(columns) or "none"
+            raise DatasetError(f"{where}: has no column {name!r} of the description (it has {known})")
+        count = list(columns).count(name)
+        if count > 1:
             raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
 
@@ -228,7 +248,9 @@ def plain(values: Any) -> Any:
     """Return a pyarrow array with dictionaries (pandas) decoded and string views (Polars) as strings."""
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
+    if pa.types.is_string_view(values.type):
+        values = values.cast(pa.large_string())
+    return values
 
 
 def id_column(table: Any, name: str, where: str) -> TableColumn:
@@ -240,7 +262,9 @@ def id_column(table: Any, name: str, where: str) -> TableColumn:
         if (np.abs(numbers) < 2**53).all() and (numbers % 1 == 0).all():
             ids = replace(ids, values=pa.array(numbers.astype(np.int64)))
     ids.refuse_non_ids()
-    return replace(ids, values=ids.as_int64() if ids.is_integer else ids.values.cast(pa.large_string()))
+    if ids.is_integer:
+        return replace(ids, values=ids.as_int64())
+    return replace(ids, values=ids.values.cast(pa.large_string()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,15 +305,16 @@ class PiecewiseTable:
         """Yield the columns ``names`` of all rows in order. Without names, pieces only have a row count."""
         row = 0
         ends = []
+        unique_names = list(dict.fromkeys(names))
         for path in self.files.paths:
             first_row = row
-            for batch in self._read(path, list(dict.fromkeys(names))):
-                if not batch.num_rows:
+            for batch in self._read(path, unique_names):
+                if batch.num_rows == 0:
                     continue
-                columns = {
-                    name: TableColumn(plain(batch.column(name)), name, str(path), row - first_row)
-                    for name in names
-                }
+                columns = {}
+                for name in unique_names:
+                    values = plain(batch.column(name))
+                    columns[name] = TableColumn(values, name, str(path), row - first_row)
                 yield TablePiece(row=row, columns=columns, num_rows=batch.num_rows)
                 row += batch.num_rows
             ends.append(row)
@@ -304,9 +329,10 @@ class PiecewiseTable:
         return self.num_rows
 
     def locate(self, row: int) -> tuple[Path, int]:
-        """Return the file of a row and the row number in it. It is valid when :attr:`num_rows` is."""
+        """Return the file of a row and the row number in it. The result is valid when :attr:`num_rows` is."""
         file_index = bisect_right(self._ends, row)
-        return self.files.paths[file_index], row - (self._ends[file_index - 1] if file_index else 0)
+        first_row = self._ends[file_index - 1] if file_index > 0 else 0
+        return self.files.paths[file_index], row - first_row
 
     def check(self, names: Sequence[str]) -> None:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
@@ -317,8 +343,9 @@ class PiecewiseTable:
         return all(name in self.names(path) for path in self.files.paths)
 
     def names(self, path: Path) -> list[str]:
-        is_csv = self.files.format == "csv"
-        return _read_header(path, self.files.separator) if is_csv else list(_read_schema(path).names)
+        if self.files.format == "csv":
+            return _read_header(path, self.files.separator)
+        return list(_read_schema(path).names)
 
     def is_integer(self, name: str) -> bool:
         """Return whether every file holds ``name`` as whole numbers. CSV columns are texts."""
@@ -329,9 +356,12 @@ class PiecewiseTable:
     def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
         if self.files.format == "lines":
             return _read_lines(path)
-        return (self._read_csv if self.files.format == "csv" else self._read_parquet)(path, names)
+        if self.files.format == "csv":
+            return self._read_csv(path, names)
+        return self._read_parquet(path, names)
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
+        # Any column tells the number of rows.
         names = names or _read_schema(path).names[:1]
         with (
             open_table(path, "parquet") as source,
@@ -350,26 +380,24 @@ class PiecewiseTable:
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _read_header(path, self.files.separator)[:1]
+        block_bytes = self._estimate_block_bytes()
+        column_types = dict.fromkeys(names, pa.string())
         with (
-            open_table(path, "csv", self._estimate_block_bytes()) as source,
+            open_table(path, "csv", block_bytes) as source,
             pyarrow.csv.open_csv(
                 source,
-                read_options=pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=self._estimate_block_bytes()
-                ),
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=block_bytes),
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter=self.files.separator, newlines_in_values=True
                 ),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    include_columns=names, column_types=dict.fromkeys(names, pa.string())
-                ),
+                convert_options=pyarrow.csv.ConvertOptions(include_columns=names, column_types=column_types),
             ) as reader,
         ):
             yield from reader
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    # Empty lines are skipped.
+    """Yield the ids of a text with one id per line, in batches. Empty lines are skipped."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             texts = (text.strip() for text in file if text.strip())
@@ -383,6 +411,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
 
 
 def _parse_first_id(text: str, path: Path, row: int) -> str:
+    """Return the id of a line, which is a plain text or a text of JSON."""
     if text[0] not in '"[{':
         return text
     try:
@@ -406,11 +435,14 @@ def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> in
     texts = []
     for i in range(group.num_columns):
         column = group.column(i)
-        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
-            width = _WIDTHS.get(column.physical_type, file.schema.column(i).length)
-            total += max(column.total_uncompressed_size, column.num_values * width)
-            if column.physical_type == _TEXTS and column.has_dictionary_page:
-                texts.append(column.path_in_schema)
+        # Fields of a nested column have a path such as column.list.element.
+        path = f"{column.path_in_schema}."
+        if not any(path.startswith(f"{name}.") for name in names):
+            continue
+        width = _WIDTHS.get(column.physical_type, file.schema.column(i).length)
+        total += max(column.total_uncompressed_size, column.num_values * width)
+        if column.physical_type == _TEXTS and column.has_dictionary_page:
+            texts.append(column.path_in_schema)
 
     text_bytes = 0
     if texts and group.num_rows:
@@ -443,7 +475,8 @@ _INTEGER = "^(0|-?[1-9][0-9]*)$"
 def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     """Return texts as (K,) float64, or as (K, F) if each text has F numbers between separators."""
     column.refuse_gaps()
-    width, values = None, column.values
+    width = None
+    values = column.values
     if separator is not None:
         lists = pc.split_pattern(values, separator)
         width = column.list_width(lists)
@@ -453,11 +486,13 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     try:
         numbers = as_numpy(trimmed.cast(pa.float64()))
     except pa.ArrowInvalid:
-        index = _find_first_non_number(trimmed)
+        position = _find_first_non_number(trimmed)
+        row = position if width is None else position // width
         reason = "is not a number; correct the table (to_categorical encodes features that are texts)"
-        raise column.error(f"{values[index].as_py()!r} {reason}", index // (width or 1)) from None
+        raise column.error(f"{values[position].as_py()!r} {reason}", row) from None
 
-    numbers = numbers if width is None else numbers.reshape(-1, width)
+    if width is not None:
+        numbers = numbers.reshape(-1, width)
     check_finite(numbers, column.name, column.where, column.first_row)
     return numbers
 
@@ -479,6 +514,7 @@ def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
 
 
 def _find_first_non_number(texts: Any) -> int:
+    """Return the position of the first text that Arrow does not read as a number."""
     for row, text in enumerate(texts.to_pylist()):
         try:
             pa.scalar(text).cast(pa.float64())

@@ -34,8 +34,8 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         for node_type in (source, destination):
             if node_type not in graph.num_nodes:
                 raise DatasetError(
-                    f"{where}: edge type {edge_type} ends in node type {node_type!r}, which the graph "
-                    f"lacks (it has {', '.join(map(repr, graph.num_nodes))})"
+                    f"{where}: edge type {edge_type} ends in node type {node_type!r}, which "
+                    f"the graph lacks (it has {', '.join(map(repr, graph.num_nodes))})"
                 )
 
         owner = where if graph.is_homogeneous else f"{where}, edges {relation!r}"
@@ -75,9 +75,9 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
                 f"expected one whole number for each of the {num_nodes} nodes"
             )
 
-        is_wrong = (part_of < 0) | (part_of >= assignment.num_parts)
-        if is_wrong.any():
-            node = _find_first(is_wrong)
+        is_outside = (part_of < 0) | (part_of >= assignment.num_parts)
+        if is_outside.any():
+            node = _find_first(is_outside)
             raise ConfigError(
                 f"node {node} of type {ntype!r} is assigned to part {part_of[node]}, "
                 f"but the parts are 0..{assignment.num_parts - 1}"
@@ -94,6 +94,7 @@ def check_ids(ids: Array, end: int, column: str, where: str, id_name: str = "nod
     """Raise DatasetError unless ``ids`` are (K,) integers in [0, end). Messages call an id ``id_name``."""
     check_integers(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
+        # Only the message needs the row, and temporary arrays to find it.
         row = _find_first((ids < 0) | (ids >= end))
         raise column_error(where, column, f"{id_name} {ids[row]} is outside 0..{end - 1}", row)
 
@@ -102,9 +103,8 @@ def check_integers(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         details = f"it is {values.dtype} of shape {values.shape}"
-        details += (
-            "; texts as ids are for tables (docs/guides/your_data.md)" if values.dtype.kind in "USO" else ""
-        )
+        if values.dtype.kind in "USO":
+            details = f"{details}; texts as ids are for tables (docs/guides/your_data.md)"
         raise column_error(where, column, f"must hold one whole number a row; {details}")
 
 
@@ -130,7 +130,7 @@ def first_repeat(values: Array) -> tuple[int, int] | None:
     sorted_values = values[order]
     # A stable order keeps equal values in row order, so all except the first of a run are repeats.
     repeating_rows = order[1:][sorted_values[1:] == sorted_values[:-1]]
-    if not len(repeating_rows):
+    if len(repeating_rows) == 0:
         return None
     row = int(repeating_rows.min())
     return row, _find_first(values == values[row])
@@ -153,17 +153,20 @@ def check_columns(
         if isinstance(column, SparseRows):
             _check_sparse(column, name, where)
         else:
-            is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
-            check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
+            # A label of NaN means that the node has no target.
+            is_target = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"
+            check_finite(np.where(np.isnan(column), 0, column) if is_target else column, name, where)
 
-    splits = {name: columns[name] for name in SPLITS if name in columns}
-    masks = {name: _check_mask(split, name, where, name in selecting) for name, split in splits.items()}
-    for (name, first), (other_name, second) in combinations(masks.items(), 2):
-        both = first & second
-        if both.any():
+    masks = {}
+    for name in SPLITS:
+        if name in columns:
+            masks[name] = _check_mask(columns[name], name, where, name in selecting)
+    for (name, mask), (other_name, other_mask) in combinations(masks.items(), 2):
+        is_in_both = mask & other_mask
+        if is_in_both.any():
             raise DatasetError(
-                f"{where}: columns {name!r} and {other_name!r} overlap: row {_find_first(both)} is in both "
-                f"({int(both.sum())} rows in all); unmark these rows in one column, or "
+                f"{where}: columns {name!r} and {other_name!r} overlap: row {_find_first(is_in_both)} is in "
+                f"both ({int(is_in_both.sum())} rows in all); unmark these rows in one column, or "
                 "rename the column if it is not a split"
             )
 
@@ -172,9 +175,12 @@ def check_columns(
         return  # Several targets per node may be any numbers.
     if num_classes is not None:
         _check_classes(label, num_classes, where)
+    elif label.dtype.kind != "f":
+        return  # Integers that are no classes have no value for a missing label.
 
-    for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
-        is_missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
+    is_unlabelled = label < 0 if label.dtype.kind in "iu" else np.isnan(label)
+    for name, mask in masks.items():
+        is_missing = mask & is_unlabelled
         if is_missing.any():
             message = f"no label (empty or -1), but its split is {name.removesuffix('_mask')}"
             remedy = f"leave 'split' empty (or {name} False) there"
@@ -184,11 +190,11 @@ def check_columns(
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
     """Raise DatasetError if a floating-point (K, ...) ``column`` has a NaN or an infinity.
 
-    ``first_row`` is the number of its first row, for the message.
+    ``first_row`` is the number of the column's first row, for the message.
     """
     if column.dtype.kind != "f":
         return
-    # Pieces are checked, because a boolean for every feature would take a quarter of their memory.
+    # Pieces are checked, because a boolean for every feature would take a quarter of the column's memory.
     for first in range(0, len(column), _ROWS_AT_ONCE):
         piece = column[first : first + _ROWS_AT_ONCE]
         is_finite = np.isfinite(piece)
@@ -200,25 +206,27 @@ def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> No
 
 
 def _check_sparse(column: SparseRows, name: str, where: str) -> None:
+    """Raise DatasetError if compressed rows have wrong pointers, positions or values."""
     lengths = np.diff(column.indptr)
     if column.indptr[0] != 0 or column.indptr[-1] != len(column.indices) or (lengths < 0).any():
         stored = f"{len(column.indices)}, the number of stored values"
         raise column_error(where, name, f"has row pointers that do not rise from 0 to {stored}")
+
     if len(column.values) != len(column.indices):
         counts = f"{len(column.indices)} column indices but {len(column.values)} values"
         raise column_error(where, name, f"has {counts}")
-    is_wrong = (column.indices < 0) | (column.indices >= column.num_columns)
+    is_invalid = (column.indices < 0) | (column.indices >= column.num_columns)
     if column.values.dtype.kind == "f":
-        is_wrong |= ~np.isfinite(column.values)
-    if is_wrong.any():
-        position = _find_first(is_wrong)
+        is_invalid |= ~np.isfinite(column.values)
+    if is_invalid.any():
+        position = _find_first(is_invalid)
         row = int(np.searchsorted(column.indptr, position, side="right")) - 1
         value = f"value {column.values[position]} at position {column.indices[position]}"
         message = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
         raise column_error(where, name, message, row)
 
     positions = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
-    positions.sort(kind="stable")  # It is fast if they already ascend.
+    positions.sort(kind="stable")  # Sorting is fast if the positions already ascend.
     repeats = positions[1:][positions[1:] == positions[:-1]]
     if len(repeats):
         row, column_index = divmod(int(repeats[0]), column.num_columns)
@@ -236,15 +244,16 @@ def _check_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> 
 def _check_classes(label: Array, num_classes: int, where: str) -> None:
     if label.dtype.kind not in "iu":
         raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")
-    is_wrong = (label < -1) | (label >= num_classes)
-    if is_wrong.any():
-        row = _find_first(is_wrong)
+    is_invalid = (label < -1) | (label >= num_classes)
+    if is_invalid.any():
+        row = _find_first(is_invalid)
         message = f"label {label[row]} is outside 0..{num_classes - 1} (-1: none)"
         remedy = f"write regression targets with a decimal point, such as {label[row]}.0"
         raise column_error(where, LABEL, f"{message}; {remedy}", row)
 
 
 def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:
+    """Log a warning if labels are so many different numbers that they could be measurements."""
     labels = label[label >= 0]
     if num_classes > 20 and num_classes > min(len(labels) / 2, 2 * len(np.unique(labels))):
         reason = f"has {num_classes} classes for {len(labels)} labelled nodes, or most are empty"
@@ -256,7 +265,8 @@ _NO_LABEL = {"unknown", "unk", "na", "n/a", "nan", "none", "null", "nil", "missi
 
 def warn_of_unknown(names: Iterable[str], where: str, column: str) -> None:
     """Log a warning if the name of a class seems to stand for no label."""
-    if candidates := [name for name in names if name.strip().lower() in _NO_LABEL]:
+    candidates = [name for name in names if name.strip().lower() in _NO_LABEL]
+    if candidates:
         message = "%s: column %r: %r is read as a class; leave the column empty in rows without a label"
         _LOG.warning(message, where, column, candidates[0])
 
@@ -273,6 +283,7 @@ def number_codes(graph: RawGraph, where: str) -> RawGraph:
             continue
         if label.ndim > 1 or label.dtype.kind not in "iu":
             continue
+
         codes, counts = np.unique(label[label >= 0], return_counts=True)
         if _REPEATS * len(codes) <= counts.sum():
             numbered = {**columns, LABEL: np.where(label < 0, -1, np.searchsorted(codes, label))}

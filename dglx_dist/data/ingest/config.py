@@ -66,10 +66,11 @@ def read_json(path: Path) -> object:
 
 
 def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
         raise ValueError(f"the key {max(keys, key=keys.count)!r} appears twice in one object")
-    return dict(pairs)
+    return values
 
 
 K = TypeVar("K", str, EdgeType)
@@ -81,55 +82,59 @@ def read_files(entry: Fields) -> FileSet:
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _find_paths(entry, "files")
-    form = entry.nested_fields("format").reject_unknown(("name", "separator"))
-    name = form.choice("name", FORMATS)
-    if not form.has("separator"):
+
+    file_format = entry.nested_fields("format").reject_unknown(("name", "separator"))
+    name = file_format.choice("name", FORMATS)
+    if not file_format.has("separator"):
         return FileSet(paths=paths, format=name)
-    separator = form.nonempty_text("separator")
+    separator = file_format.nonempty_text("separator")
     if name != "csv":
-        raise form.field_error("separator", f"nothing for {name}")
+        raise file_format.field_error("separator", f"nothing for {name}")
     if len(separator) > 1 or not separator.isascii() or separator in '"\r\n\0':
-        raise form.field_error("separator", "one ASCII character other than a quote or an end of line")
+        raise file_format.field_error("separator", "one ASCII character other than a quote or an end of line")
     return FileSet(paths=paths, format=name, separator=separator)
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
     """Return the files of a key, in the format of their suffix. See :func:`read_files`."""
     paths = _find_paths(entry, key)
-    name_by_suffix = {path.suffix[1:]: path.name for path in paths}
-    for suffix, name in name_by_suffix.items():
-        if suffix not in FORMATS:
+    for path in paths:
+        if path.suffix[1:] not in FORMATS:
             raise entry.error(
-                f"{name} has no known format; name it *.csv or *.parquet, or for a table of nodes or edges "
-                "give "
-                'format: {"name": ...}, one of csv, parquet'
+                f"{path.name} has no known format; name it *.csv or *.parquet, or for a table of nodes or "
+                'edges give format: {"name": ...}, one of csv, parquet'
             )
-
-    if len(name_by_suffix) > 1:
-        raise entry.field_error(key, f"files of one format ({', '.join(FORMATS)})")
-    return FileSet(paths=paths, format=next(iter(name_by_suffix)))
+        if path.suffix != paths[0].suffix:
+            raise entry.field_error(key, f"files of one format ({', '.join(FORMATS)})")
+    return FileSet(paths=paths, format=paths[0].suffix[1:])
 
 
 def _find_paths(entry: Fields, key: str) -> tuple[Path, ...]:
-    paths = tuple(path for pattern in _read_words(entry, key) for path in _matches(pattern, entry))
+    paths: list[Path] = []
+    for pattern in _read_words(entry, key):
+        paths += _find_matches(pattern, entry)
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.field_error(key, "files that are named once each")
-    return paths
+    return tuple(paths)
 
 
 def _read_words(entry: Fields, key: str) -> tuple[str, ...]:
-    # The value is one text or a list of texts. They must not be empty.
+    """Return the words of ``key``. Its value is one text or a list of texts, which must not be empty."""
     if isinstance(entry.mapping.get(key), str):
         return (entry.nonempty_text(key),)
     words = entry.items(key, 1)
     return tuple(map(words.nonempty_text, words.mapping))
 
 
-def _matches(pattern: str, entry: Fields) -> list[Path]:
+def _find_matches(pattern: str, entry: Fields) -> list[Path]:
+    """Return the files that match ``pattern`` beside the description, or else in the working folder."""
     folders = (Path(entry.where).absolute().parent, Path.cwd())
     for folder in folders:
-        names = [pattern] if (folder / pattern).is_file() else glob(pattern, root_dir=folder, recursive=True)
-        paths = sorted(folder / name for name in names if (folder / name).is_file())
+        # A file may have a name such as part[1].csv, which is no pattern for itself.
+        if (folder / pattern).is_file():
+            return [folder / pattern]
+        matches = [folder / name for name in glob(pattern, root_dir=folder, recursive=True)]
+        paths = sorted(path for path in matches if path.is_file())
         if paths:
             return paths
     raise entry.error(f"there is no file {pattern!r} in {folders[0]} or {folders[1]}")
@@ -202,21 +207,21 @@ class IngestConfig:
     path: Path
     nodes: tuple[TypeSpec[str], ...]
     edges: tuple[TypeSpec[EdgeType], ...]
-    raw: Mapping[str, Any]
+    mapping: Mapping[str, Any]
     """The parsed JSON."""
 
 
 def read_config(path: Path) -> IngestConfig:
     """Read and check a description. No table is opened.
 
-    Raises ConfigError if it is missing or not JSON, has an unsupported key or value, or names no file.
+    Raises ConfigError if the file is missing or not JSON, has an unsupported key or value, or names no file.
     """
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
     nodes = tuple(_parse_node(entry.reject_unknown(_NODE_KEYS)) for entry in top.nested_list("nodes", 1))
     edges = tuple(_parse_edge(entry.reject_unknown(_EDGE_KEYS)) for entry in top.nested_list("edges", 1))
-    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.mapping)
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, mapping=top.mapping)
     _check_types(config)
     return config
 
@@ -225,10 +230,13 @@ def _parse_node(entry: Fields) -> TypeSpec[str]:
     label = _parse_label(entry)
     if label is not None and label.task == "link_prediction":
         raise entry.error("link_prediction is a task for edges; move it to an entry of edges")
+    id_columns: tuple[str, ...] = ()
+    if entry.has("node_id_col"):
+        id_columns = (entry.nonempty_text("node_id_col"),)
     return TypeSpec(
         kind=entry.nonempty_text("node_type"),
         files=read_files(entry),
-        id_columns=(entry.nonempty_text("node_id_col"),) if entry.has("node_id_col") else (),
+        id_columns=id_columns,
         features=_parse_features(entry),
         label=label,
     )
@@ -254,21 +262,25 @@ def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
 
 
 def _parse_features(entry: Fields) -> tuple[FeatureSpec, ...]:
+    """Return the features of a type. Raise ConfigError if those of one tensor differ in out_dtype."""
     if not entry.has("features"):
         return ()
-    features = tuple(
-        _parse_feature(feature_entry.reject_unknown(_FEATURE_KEYS))
-        for feature_entry in entry.nested_list("features", 1)
-    )
-    for name in dict.fromkeys(feature.name for feature in features):
-        dtypes = {feature.dtype for feature in features if feature.name == name} - {None}
-        if len(dtypes) > 1:
+
+    features = []
+    dtypes: dict[str, set[str]] = {}
+    for feature_entry in entry.nested_list("features", 1):
+        feature = _parse_feature(feature_entry.reject_unknown(_FEATURE_KEYS))
+        features.append(feature)
+        if feature.dtype is not None:
+            dtypes.setdefault(feature.name, set()).add(feature.dtype)
+
+    for name, tensor_dtypes in dtypes.items():
+        if len(tensor_dtypes) > 1:
             raise entry.error(
                 f"the features {name!r} form one tensor and need one out_dtype, but they have "
-                f"{', '.join(sorted(map(str, dtypes)))}"
+                f"{', '.join(sorted(tensor_dtypes))}"
             )
-
-    return features
+    return tuple(features)
 
 
 def _parse_feature(entry: Fields) -> FeatureSpec:
@@ -278,52 +290,68 @@ def _parse_feature(entry: Fields) -> FeatureSpec:
         raise entry.error("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
         raise entry.error(f"{name!r} is the name of labels or splits; give a feature_name")
-    dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
+    dtype = None
+    if entry.has("out_dtype"):
+        dtype = entry.choice("out_dtype", OUT_DTYPES)
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
-    form = entry.nested_fields("transform")
-    transform = form.optional("name", form.nonempty_text, "")
-    keys = TRANSFORMS.get(transform, ())
-    if not keys:
+
+    transform_entry = entry.nested_fields("transform")
+    transform = transform_entry.optional("name", transform_entry.nonempty_text, "")
+    if transform not in TRANSFORMS:
         raise entry.error(
-            f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
-            "table beforehand"
+            f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); "
+            "apply it to the table beforehand"
         )
 
-    form.reject_unknown(("name", *keys))
-    settings = {key: form.raw_value(key) for key in keys if form.has(key)}
+    keys = TRANSFORMS[transform]
+    transform_entry.reject_unknown(("name", *keys))
+    settings = {key: transform_entry.raw_value(key) for key in keys if transform_entry.has(key)}
     return FeatureSpec(columns=columns, name=name, transform=transform, settings=settings, dtype=dtype)
 
 
 def _parse_label(parent: Fields) -> LabelSpec | None:
+    """Return the task of a type, or None if the description has no labels for it."""
     if not parent.has("labels"):
         return None
     entries = parent.nested_list("labels", 1)
     if len(entries) > 1:
         raise parent.error(f"{len(entries)} labels; only one task per type is supported")
+
     entry = entries[0].reject_unknown(_LABEL_KEYS)
     task = entry.choice("task_type", TASKS)
     column = entry.optional("label_col", entry.nonempty_text, None)
-    if (column is None) != (task == "link_prediction"):
-        raise entry.field_error("label_col", f"{'nothing' if column else 'a column'} for {task}")
+    if task == "link_prediction" and column is not None:
+        raise entry.field_error("label_col", f"nothing for {task}")
+    if task != "link_prediction" and column is None:
+        raise entry.field_error("label_col", f"a column for {task}")
+
     if not entry.has("custom_split_filenames"):
         return LabelSpec(task=task, column=column, split=_parse_shares(entry))
     if entry.has("split_pct"):
         raise entry.field_error("split_pct", "nothing, because custom_split_filenames gives the split")
-    form = entry.nested_fields("custom_split_filenames").reject_unknown((*SPLIT_FILES, "column"))
-    columns = _read_words(form, "column") if form.has("column") else (None,)
-    if len(columns) > 1:
-        raise form.field_error("column", "one column of ids")
-    files: dict[str, FileSet] = {}
-    for name in filter(form.has, SPLIT_FILES):
-        if columns[0] is None:
-            files[name] = FileSet(paths=_find_paths(form, name), format="lines")
-        else:
-            files[name] = named_files(form, name)
+    files, id_column = _parse_split_files(entry.nested_fields("custom_split_filenames"))
+    return LabelSpec(task=task, column=column, split=None, files=files, id_column=id_column)
 
+
+def _parse_split_files(entry: Fields) -> tuple[dict[str, FileSet], str | None]:
+    """Return the files of each split, and the column of their ids, or None for files of one id per line."""
+    entry.reject_unknown((*SPLIT_FILES, "column"))
+    columns: tuple[str | None, ...] = (None,)
+    if entry.has("column"):
+        columns = _read_words(entry, "column")
+    if len(columns) > 1:
+        raise entry.field_error("column", "one column of ids")
+
+    files: dict[str, FileSet] = {}
+    for name in filter(entry.has, SPLIT_FILES):
+        if columns[0] is None:
+            files[name] = FileSet(paths=_find_paths(entry, name), format="lines")
+        else:
+            files[name] = named_files(entry, name)
     if not files:
-        raise form.error("it names no file; give train, valid or test")
-    return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
+        raise entry.error("it names no file; give train, valid or test")
+    return files, columns[0]
 
 
 def _parse_shares(entry: Fields) -> tuple[float, float, float]:
@@ -349,6 +377,6 @@ def _check_types(config: IngestConfig) -> None:
         for ntype in (source, destination):
             if ntype not in names:
                 raise ConfigError(
-                    f"{config.path}: the edges {(source, relation, destination)} use the node type "
-                    f"{ntype!r}, which is not among nodes ({', '.join(names)})"
+                    f"{config.path}: the edges {(source, relation, destination)} use the "
+                    f"node type {ntype!r}, which is not among nodes ({', '.join(names)})"
                 )

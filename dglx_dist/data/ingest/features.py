@@ -60,26 +60,29 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
         "to_categorical": Categorical,
         "no-op": Unchanged,
     }
-    cls = classes[spec.transform]
-    count = len(spec.columns)
-    result = []
+    transform_class = classes[spec.transform]
+    num_columns = len(spec.columns)
+    transforms = []
     for i, column in enumerate(spec.columns):
-        settings = {
-            key: value[i] if count > 1 and isinstance(value, list) and len(value) == count else value
-            for key, value in spec.settings.items()
-        }
-        result.append(cls(column, Fields(settings, f"{spec.transform} of the column {column!r}")))
-
-    return tuple(result)
+        settings = dict(spec.settings)
+        for key, value in spec.settings.items():
+            # The statistics of several columns are lists, see join_settings.
+            if num_columns > 1 and isinstance(value, list) and len(value) == num_columns:
+                settings[key] = value[i]
+        fields = Fields(settings, f"{spec.transform} of the column {column!r}")
+        transforms.append(transform_class(column, fields))
+    return tuple(transforms)
 
 
 def join_settings(column_settings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Join the settings of a feature's columns. Statistics become lists."""
     if len(column_settings) == 1:
         return column_settings[0]
-    keys = dict.fromkeys(key for settings in column_settings for key in settings)
-    columns = {key: [settings.get(key) for settings in column_settings] for key in keys}
-    return {key: values if key in _STATISTIC_SETTINGS else values[0] for key, values in columns.items()}
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for settings in column_settings for key in settings):
+        values = [settings.get(key) for settings in column_settings]
+        joined[key] = values if key in _STATISTIC_SETTINGS else values[0]
+    return joined
 
 
 @final
@@ -109,22 +112,26 @@ class _Scaled(Transform):
         super().__init__(column, settings)
         self._statistics: dict[str, Array] = {}
         for key in filter(settings.has, self._reductions):
-            kind = _Numbers if isinstance(settings.mapping[key], list) else _Number
-            self._statistics[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
+            value_type = _Numbers if isinstance(settings.mapping[key], list) else _Number
+            self._statistics[key] = np.array(settings.value(key, value_type), np.float64, ndmin=1)
         self._missing = [key for key in self._reductions if key not in self._statistics]
 
     def scan(self, rows: TableColumn) -> None:
         matrix = self._read_matrix(rows)
-        for key in self._missing if len(matrix) else ():
-            reduce = self._reductions[key]
-            statistic = reduce.reduce(matrix, axis=0, dtype=np.float64)
-            self._statistics[key] = (
-                reduce(self._statistics[key], statistic) if key in self._statistics else statistic
-            )
+        if len(matrix) == 0:
+            return
+        for key in self._missing:
+            function = self._reductions[key]
+            statistic = function.reduce(matrix, axis=0, dtype=np.float64)
+            if key in self._statistics:
+                statistic = function(self._statistics[key], statistic)
+            self._statistics[key] = statistic
 
     def _read_matrix(self, rows: TableColumn) -> Array:
         matrix = _read_matrix(rows)
-        for statistic in self._statistics.values() if len(matrix) else ():
+        if len(matrix) == 0:
+            return matrix
+        for statistic in self._statistics.values():
             # A statistic of length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
                 raise rows.error(f"a row of {matrix.shape[1]} numbers, but earlier have {len(statistic)}", 0)
@@ -144,6 +151,8 @@ class MaxMin(_Scaled):
     def finalize(self, where: str) -> Mapping[str, Any]:
         if len(self._statistics) < 2:
             raise column_error(where, self.column, "has no row to find its minimum and maximum in")
+
+        # The bounds limit the statistics of the table, but not statistics from the settings.
         for key, name, clip in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
@@ -152,9 +161,9 @@ class MaxMin(_Scaled):
         low = self._statistics["min_val"]
         high = self._statistics["max_val"]
         if (high <= low).any():
-            reason = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
-            reason = f"{reason}, so max_min_norm would divide by 0"
-            raise column_error(where, self.column, f"{reason}; leave it out")
+            problem = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
+            remedy = "so max_min_norm would divide by 0; leave it out"
+            raise column_error(where, self.column, f"{problem}, {remedy}")
 
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
@@ -200,7 +209,8 @@ class Categorical(Transform):
     def scan(self, rows: TableColumn) -> None:
         if not self._has_mapping:
             hint = "to_categorical makes a column of each; encode it otherwise"
-            add_texts(self._seen, self._read_texts(rows)[1], rows, hint)
+            _, texts = self._read_texts(rows)
+            add_texts(self._seen, texts, rows, hint)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if not self._has_mapping:
@@ -214,6 +224,8 @@ class Categorical(Transform):
         known_texts = pa.array(list(self._codes), pa.large_string())
         columns = np.array(list(self._codes.values()), np.int64)
         indices = pc.index_in(texts, value_set=known_texts)
+
+        # Texts that later tables add have no column.
         is_known = ~as_numpy(pc.is_null(indices))
         codes = as_numpy(pc.fill_null(indices, 0))
         one_hot = np.zeros((len(rows.values), len(self._codes)), np.int8)
@@ -221,10 +233,11 @@ class Categorical(Transform):
         return one_hot
 
     def _read_texts(self, rows: TableColumn) -> tuple[Array, Any]:
-        # It returns the (T,) row of each text, and the texts. Empty texts are left out.
+        """Return the (T,) row of each text, and the texts. Empty texts are left out."""
         value_type = rows.values.type
         if pa.types.is_nested(value_type):
             raise rows.error(f"holds {value_type}; to_categorical needs one value or separated texts per row")
+
         texts = rows.texts()
         row_of = np.arange(len(texts))
         if self._separator is not None:
@@ -236,17 +249,23 @@ class Categorical(Transform):
         return row_of[as_numpy(is_text)], texts.filter(is_text)
 
 
-def add_texts(seen: set[str], texts: Any, rows: TableColumn, why: str) -> None:
-    """Add the distinct ``texts`` of ``rows`` to ``seen``. Raise DatasetError if there are too many."""
+def add_texts(seen: set[str], texts: Any, rows: TableColumn, hint: str) -> None:
+    """Add the distinct ``texts`` of ``rows`` to ``seen``.
+
+    If there are too many, DatasetError is raised with ``hint``.
+    """
     seen.update(pc.unique(texts).to_pylist())
     if len(seen) > MAX_CATEGORIES:
         last = rows.first_row + len(rows.values) - 1
-        raise rows.error(f"has more than {MAX_CATEGORIES} different values up to row {last}; {why}")
+        raise rows.error(f"has more than {MAX_CATEGORIES} different values up to row {last}; {hint}")
 
 
 def _read_matrix(rows: TableColumn, separator: str | None = None) -> Array:
+    """Return the (K, width) numbers of some rows. A column with one number per row has the width 1."""
     numbers = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
-    return numbers.reshape(len(numbers), -1) if numbers.ndim == 1 else numbers
+    if numbers.ndim == 1:
+        return numbers.reshape(len(numbers), -1)
+    return numbers
 
 
 @final
@@ -254,18 +273,14 @@ class Features:
     """Features of one type. Features with the same name are columns of one tensor."""
 
     def __init__(self, specs: Sequence[FeatureSpec], batch_bytes: int) -> None:
+        self._batch_bytes = batch_bytes
+        self._dtypes = {spec.name: spec.dtype for spec in specs if spec.dtype is not None}
         self._spec_transforms = [make_transforms(spec) for spec in specs]
         self._tensors: dict[str, list[Transform]] = {}
-        self._dtypes = {spec.name: spec.dtype for spec in specs if spec.dtype is not None}
+        self._scanned: list[Transform] = []
         for spec, transforms in zip(specs, self._spec_transforms, strict=True):
             self._tensors.setdefault(spec.name, []).extend(transforms)
-        self._scanned = [
-            transform
-            for transforms in self._spec_transforms
-            for transform in transforms
-            if transform.needs_scan
-        ]
-        self._batch_bytes = batch_bytes
+            self._scanned += [transform for transform in transforms if transform.needs_scan]
         self.names = tuple(self._tensors)
         self.scanned_columns = tuple(transform.column for transform in self._scanned)
         """Columns that must be scanned before they are transformed."""
@@ -276,10 +291,10 @@ class Features:
 
     def finalize(self, where: str) -> list[Mapping[str, Any]]:
         """Return the settings of each feature, including statistics of the table ``where``."""
-        return [
-            join_settings([transform.finalize(where) for transform in transforms])
-            for transforms in self._spec_transforms
-        ]
+        settings = []
+        for transforms in self._spec_transforms:
+            settings.append(join_settings([transform.finalize(where) for transform in transforms]))
+        return settings
 
     def info(self, name: str, table: PiecewiseTable) -> ColumnInfo:
         """Return dtype and row shape of one tensor from the first row, which must exist.
@@ -290,23 +305,26 @@ class Features:
         transforms = self._tensors[name]
         piece = next(table.pieces([transform.column for transform in transforms]))
         row = _transform_rows(transforms, piece, 0, 1)
-        width, dtype = row.shape[1], row.dtype
-        if not width:
+        width = row.shape[1]
+        if width == 0:
             message = "an empty list; give at least one number per row, or leave the column out"
             raise piece.columns[transforms[0].column].error(message, 0)
-        default_dtype = "float32" if dtype.kind == "f" or name == FEATURE else dtype.name
+
+        dtype = self._dtypes.get(name, row.dtype.name)
+        if name not in self._dtypes and (row.dtype.kind == "f" or name == FEATURE):
+            dtype = "float32"
         row_shape = () if width == 1 and name != FEATURE else (width,)
-        return ColumnInfo(dtype=self._dtypes.get(name, default_dtype), row_shape=row_shape)
+        return ColumnInfo(dtype=dtype, row_shape=row_shape)
 
     def chunks(self, name: str, table: PiecewiseTable, info: ColumnInfo) -> Iterator[Array]:
         """Yield the (k, *row) rows of one tensor, in the dtype of ``info``."""
         transforms = self._tensors[name]
         width = max(1, int(np.prod(info.row_shape)))
         chunk_rows = max(1, self._batch_bytes // (8 * width))
-        for piece in table.pieces([transform.column for transform in transforms]):
+        column_names = [transform.column for transform in transforms]
+        for piece in table.pieces(column_names):
             # Errors should name all columns of the tensor.
-            names = ", ".join(transform.column for transform in transforms)
-            columns = replace(piece.columns[transforms[0].column], name=names)
+            columns = replace(piece.columns[column_names[0]], name=", ".join(column_names))
             for first in range(0, piece.num_rows, chunk_rows):
                 rows = _transform_rows(transforms, piece, first, chunk_rows)
                 if rows.shape[1] != width:
@@ -316,13 +334,15 @@ class Features:
 
 
 def _transform_rows(transforms: Sequence[Transform], piece: TablePiece, first: int, count: int) -> Array:
-    return np.concatenate(
-        [transform.apply(piece.columns[transform.column].part(first, count)) for transform in transforms],
-        axis=1,
-    )
+    matrices = []
+    for transform in transforms:
+        rows = piece.columns[transform.column].part(first, count)
+        matrices.append(transform.apply(rows))
+    return np.concatenate(matrices, axis=1)
 
 
 def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
+    """Return ``rows`` in the dtype of ``info``. Raise DatasetError if a value does not fit."""
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
             raise columns.error(f"holds {rows.dtype}, but the first row {info.dtype}; give out_dtype", 0)
@@ -330,10 +350,10 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
 
     with np.errstate(over="ignore"):
         stored = rows.astype(info.dtype, copy=False)
-    overflows = ~np.isfinite(stored).all(axis=1)
-    if overflows.any():
-        row = find_first_true(overflows)
-        value = rows[row][~np.isfinite(stored[row])][0]
+    is_overflow = ~np.isfinite(stored)
+    has_overflow = is_overflow.any(axis=1)
+    if has_overflow.any():
+        row = find_first_true(has_overflow)
+        value = rows[row][is_overflow[row]][0]
         raise columns.error(f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale it", row)
-
     return stored

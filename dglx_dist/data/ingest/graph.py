@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,22 +55,28 @@ class Ingested:
 def _ingest_nodes(
     spec: TypeSpec[str], *, is_text: bool, seed: int, output: DatasetOutput
 ) -> tuple[TypeRows, IdMap]:
+    """Write the nodes of one type, and return them with the map from their ids to node numbers."""
     folder = node_folder(0, spec.kind)
-    column = next(iter(spec.id_columns), None)
     rows = TypeRows(spec, folder, output)
-    names = [] if column else rows.table.names(spec.files.paths[0])
-    if candidates := [name for name in names if is_node_id(name, spec.kind)]:
-        message = "nodes %r are numbered by row; if column %r has their ids, give it as node_id_col"
-        _LOG.warning(message, spec.kind, candidates[0])
-    id_bytes, is_range = 0, not is_text
+    column = None
+    if spec.id_columns:
+        (column,) = spec.id_columns
+    else:
+        _warn_of_ids(spec, rows.table)
+
+    id_bytes = 0
+    is_range = not is_text
     for piece in rows.scan(*spec.id_columns):
-        if column is not None:
-            ids = parse_ids(piece.columns[column], is_text=is_text)
-            id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
+        if column is None:
+            continue
+        ids = parse_ids(piece.columns[column], is_text=is_text)
+        if is_text:
+            id_bytes += pc.sum(pc.binary_length(ids)).as_py() or 0  # The sum of no ids is None.
+        else:
+            id_bytes += 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
 
     num_nodes = rows.num_rows
-    step = output.budget.batch // 8
     id_map = IdMap(
         output.work / "ids",
         num_nodes,
@@ -80,16 +87,30 @@ def _ingest_nodes(
     if column is not None and not id_map.is_range:
         _write_ids(id_map, rows.table, column, f"{folder}/user_ids.arrow", id_bytes, output)
         id_map.check_unique(rows.table, column)
-    numbers = (np.arange(first, min(first + step, num_nodes)) for first in range(0, num_nodes, step))
-    output.write(f"{folder}/original_ids.arrow", IDS, num_nodes, numbers)
+    row_numbers = _iterate_rows(num_nodes, output.budget.batch // 8)
+    output.write(f"{folder}/original_ids.arrow", IDS, num_nodes, row_numbers)
     rows.write(seed, ids=id_map)
     return rows, id_map
+
+
+def _warn_of_ids(spec: TypeSpec[str], table: PiecewiseTable) -> None:
+    names = table.names(spec.files.paths[0])
+    candidates = [name for name in names if is_node_id(name, spec.kind)]
+    if candidates:
+        message = "nodes %r are numbered by row; if column %r has their ids, give it as node_id_col"
+        _LOG.warning(message, spec.kind, candidates[0])
+
+
+def _iterate_rows(num_rows: int, step: int) -> Iterator[Array]:
+    for first in range(0, num_rows, step):
+        yield np.arange(first, min(first + step, num_rows))
 
 
 def _write_ids(
     id_map: IdMap, table: PiecewiseTable, column: str, path: str, id_bytes: int, output: DatasetOutput
 ) -> None:
-    # Ids other than 0..N-1 become a column. They are added to the map at the same time.
+    """Write ids other than 0..N-1 as a column, and add them to the map at the same time."""
+
     def add_ids() -> Iterator[Any]:
         for piece, ids in id_map.read(table, column):
             id_map.add(ids, piece.row)
@@ -111,18 +132,19 @@ def _ingest_edges(
     seed: int,
     output: DatasetOutput,
 ) -> TypeRows:
-    # Reverse edges are another edge type without tensors.
+    """Write the edges of one type. ``reverse`` is the type of the reverse edges, which have no tensors."""
     rows = TypeRows(spec, edge_folder(0, spec.kind), output)
     for _ in rows.scan():
-        pass
+        pass  # The scan collects statistics, and its pieces are not needed.
+    source, _, destination = spec.kind
     end_spills: list[Spill] = []
-    for column, ntype in zip(spec.id_columns, spec.kind[::2], strict=True):
+    for column, ntype in zip(spec.id_columns, (source, destination), strict=True):
         folder = output.work / f"end{len(end_spills)}"
         end_spills.append(ids[ntype].find(rows.table, column, f"the {ntype!r} nodes", folder))
         output.advance(1)
 
     ends = (end_spills[0], end_spills[1])
-    sizes = ids[spec.kind[0]].num_nodes, ids[spec.kind[2]].num_nodes
+    sizes = ids[source].num_nodes, ids[destination].num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
         rows.write(seed, reorder=_make_reordering(edges.columns[0], output))
@@ -137,26 +159,24 @@ def _ingest_edges(
 def _write_structure(
     etype: EdgeType, ends: tuple[Spill, Spill], sizes: tuple[int, ...], name: str, output: DatasetOutput
 ) -> SortedEdges:
-    def rows(step: int) -> Iterator[Array]:
-        total = ends[0].num_rows
-        return (np.arange(first, min(first + step, total)) for first in range(0, total, step))
-
+    """Sort and write the edges of one type. ``sizes`` are the numbers of sources and destinations."""
+    num_edges = ends[0].num_rows
     num_sources, num_destinations = sizes
     stream = EdgeStream(
         sources=ends[0].chunks,
         destinations=ends[1].chunks,
-        columns=[EdgeColumn(IDS, rows)],
+        columns=[EdgeColumn(IDS, partial(_iterate_rows, num_edges))],
         num_sources=num_sources,
         num_destinations=num_destinations,
     )
     edges = sort_edges(stream, output.work / name, output.budget)
     folder = edge_folder(0, etype)
+
     chunk_rows = output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(chunk_rows))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
-    output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(chunk_rows))
-    sorted_rows = edges.columns[0]
-    output.write(f"{folder}/original_ids.arrow", IDS, sorted_rows.num_rows, sorted_rows.chunks(chunk_rows))
+    output.write(f"{folder}/indices.arrow", info, num_edges, edges.indices.chunks(chunk_rows))
+    output.write(f"{folder}/original_ids.arrow", IDS, num_edges, edges.columns[0].chunks(chunk_rows))
     return edges
 
 
@@ -165,16 +185,17 @@ def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
     folder = output.work / "forward" / "arrange"
     memory = output.budget.bucket
     num_edges = rows.num_rows
-    names = count()
-    offset = 0
+    # The inverse permutation: the position of each table row among the sorted edges.
     scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
+    first_edge = 0
     for chunk in rows.chunks(memory // 64 + 1):
-        scatter.put(chunk, np.arange(offset, offset + len(chunk)))
-        offset += len(chunk)
+        scatter.put(chunk, np.arange(first_edge, first_edge + len(chunk)))
+        first_edge += len(chunk)
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
+    file_numbers = count()
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
-        path = folder / str(next(names))
+        path = folder / str(next(file_numbers))
         scattered = ScatteredRows(path, num_edges, info.dtype, info.row_shape, memory=memory)
         with positions.path.open("rb") as file:
             for rows in chunks:
@@ -185,7 +206,7 @@ def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
 
 
 def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
-    """Read the tables and write a dataset of one part atomically. One process calls it.
+    """Read the tables and write a dataset of one part atomically. One process calls this function.
 
     Pieces of tables and buckets of ids and edges are in memory, but no array of all nodes or edges. Temporary
     files take about three times the edges, beside the dataset.
@@ -202,10 +223,12 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     for option_name, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
             raise ConfigError(f"the {option_name} {path} is in {out}, the dataset's folder; choose another")
+
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _find_text_types(config)
     budget = open_budget(read_size(plan.memory))
+
     with (
         low_memory_allocators(),
         name_write_failures(out),
@@ -217,20 +240,21 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         nodes = {}
         ids = {}
         edges = {}
-
         for i, node in enumerate(config.nodes):
-            scoped = replace(output, work=work / f"nodes{i}")
-            result = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=scoped)
-            nodes[node.kind], ids[node.kind] = result
-            advance.say(f"{nodes[node.kind].num_rows} nodes {node.kind!r}")
+            node_output = replace(output, work=work / f"nodes{i}")
+            rows, id_map = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=node_output)
+            nodes[node.kind] = rows
+            ids[node.kind] = id_map
+            advance.say(f"{rows.num_rows} nodes {node.kind!r}")
 
         for i, edge in enumerate(config.edges):
-            scoped = replace(output, work=work / f"edges{i}")
+            edge_output = replace(output, work=work / f"edges{i}")
             reverse_type = reverse.get(edge.kind)
-            edges[edge.kind] = _ingest_edges(edge, ids, reverse=reverse_type, seed=plan.seed, output=scoped)
-            advance.say(f"{edges[edge.kind].num_rows} edges {':'.join(edge.kind)}")
+            rows = _ingest_edges(edge, ids, reverse=reverse_type, seed=plan.seed, output=edge_output)
+            edges[edge.kind] = rows
+            advance.say(f"{rows.num_rows} edges {':'.join(edge.kind)}")
 
-        description = copy.deepcopy(dict(config.raw))
+        description = copy.deepcopy(dict(config.mapping))
         for entry, node in zip(description["nodes"], config.nodes, strict=True):
             _add_settings(entry, node.features, nodes[node.kind].settings)
         for entry, edge in zip(description["edges"], config.edges, strict=True):
@@ -252,53 +276,66 @@ def write_description(ingested: Ingested, path: Path) -> None:
 
 
 def _check_tables(config: IngestConfig) -> None:
+    """Raise an error if a transform is invalid, or a column that the description names does not exist."""
     specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
     for spec in specs:
+        columns = list(spec.id_columns)
         for feature in spec.features:
             make_transforms(feature)
+            columns += feature.columns
         label = spec.label
-        columns = [*spec.id_columns, *(column for feature in spec.features for column in feature.columns)]
         if label is not None and label.column is not None:
             columns.append(label.column)
         PiecewiseTable(spec.files, 1).check(columns)
+
         if label is not None and label.id_column is not None:
             for files in label.files.values():
                 PiecewiseTable(files, 1).check([label.id_column])
 
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
-    etypes = {edge.kind for edge in config.edges}
-    reverse = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in etypes}
-    for etype, reverse_type in reverse.items():
-        if reverse_type in etypes:
+    etypes = [edge.kind for edge in config.edges]
+    reverse = {}
+    for etype in etypes:
+        reverse[etype] = (etype[2], f"{etype[1]}{REVERSE}", etype[0])
+        if reverse[etype] in etypes:
             raise ConfigError(
-                f"{config.path}: reverse edges of {etype} would be {reverse_type}, which is described "
-                "already; leave --add-reverse-edges out"
+                f"{config.path}: reverse edges of {etype} would be {reverse[etype]}, which "
+                "is described already; leave --add-reverse-edges out"
             )
-
     return reverse
 
 
 def _find_text_types(config: IngestConfig) -> dict[str, bool]:
-    # Ids are texts unless all tables that name them hold Parquet integers.
+    """Return for each node type whether its ids are texts. They are texts unless all tables hold integers."""
     is_text = {}
     for node in config.nodes:
+        # Without an id column, edges have row numbers, which are integers even in a CSV file.
+        is_text[node.kind] = False
+        if not node.id_columns:
+            continue
         columns = [(node.files, column) for column in node.id_columns]
         for edge in config.edges:
-            ends = zip(edge.kind[::2], edge.id_columns, strict=True)
-            columns += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
-        # Row numbers are integers, even if they are in a CSV file.
-        is_text[node.kind] = bool(node.id_columns) and not all(
-            PiecewiseTable(files, 0).is_integer(column) for files, column in columns
-        )
+            source, _, destination = edge.kind
+            for ntype, column in zip((source, destination), edge.id_columns, strict=True):
+                if ntype == node.kind:
+                    columns.append((edge.files, column))
+        for files, column in columns:
+            if not PiecewiseTable(files, 0).is_integer(column):
+                is_text[node.kind] = True
+                break
     return is_text
 
 
 def _count_steps(config: IngestConfig, num_reverse: int) -> int:
-    # The result is about the number of files, for the progress.
+    """Return about the number of files to write, for the progress."""
     specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
-    tensors = sum(len(spec.features) + (0 if spec.label is None else 1 + len(SPLITS)) for spec in specs)
-    return 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse + tensors
+    num_steps = 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse
+    for spec in specs:
+        num_steps += len(spec.features)
+        if spec.label is not None:
+            num_steps += 1 + len(SPLITS)
+    return num_steps
 
 
 def _add_settings(
@@ -318,28 +355,34 @@ def _make_manifest(
     edges: Mapping[EdgeType, TypeRows],
     description: Mapping[str, Any],
 ) -> Manifest:
-    columns = {etype: rows.columns for etype, rows in edges.items()}
-    counts = {etype: rows.num_rows for etype, rows in edges.items()}
+    edge_columns = {etype: rows.columns for etype, rows in edges.items()}
+    num_edges = {etype: rows.num_rows for etype, rows in edges.items()}
     for etype, reverse_type in reverse.items():
-        columns[reverse_type] = {}
-        counts[reverse_type] = counts[etype]
-    labels = {ntype: rows.labels for ntype, rows in nodes.items()}
-    all_labels = {**labels, **{":".join(etype): rows.labels for etype, rows in edges.items()}}
-    names = {kind: list(item.names) for kind, item in all_labels.items() if item is not None and item.names}
-    id_kinds = {ntype: "string" if item.is_text else "int64" for ntype, item in ids.items()}
+        edge_columns[reverse_type] = {}
+        num_edges[reverse_type] = num_edges[etype]
+
+    num_classes = {}
+    class_names = {}
+    user_ids = {}
+    for ntype, rows in nodes.items():
+        if rows.labels is not None and rows.labels.num_classes is not None:
+            num_classes[ntype] = rows.labels.num_classes
+        if not ids[ntype].is_range:
+            user_ids[ntype] = "string" if ids[ntype].is_text else "int64"
+    for name, rows in (*nodes.items(), *((":".join(etype), rows) for etype, rows in edges.items())):
+        if rows.labels is not None and rows.labels.names:
+            class_names[name] = list(rows.labels.names)
     return Manifest(
         name=plan.name or plan.out.absolute().name,
         num_parts=1,
         node_offsets={ntype: np.array([0, rows.num_rows], np.int64) for ntype, rows in nodes.items()},
-        edge_offsets={etype: np.array([0, number], np.int64) for etype, number in counts.items()},
+        edge_offsets={etype: np.array([0, size], np.int64) for etype, size in num_edges.items()},
         node_columns={ntype: rows.columns for ntype, rows in nodes.items()},
-        edge_columns=columns,
-        num_classes={
-            ntype: item.num_classes for ntype, item in labels.items() if item and item.num_classes is not None
-        },
-        user_ids={ntype: kind for ntype, kind in id_kinds.items() if not ids[ntype].is_range},
+        edge_columns=edge_columns,
+        num_classes=num_classes,
+        user_ids=user_ids,
         method="ingest",
         seed=plan.seed,
-        parameters={"description": description, "class_names": names},
+        parameters={"description": description, "class_names": class_names},
         files=output.files,
     )

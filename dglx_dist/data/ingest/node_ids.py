@@ -1,5 +1,7 @@
 """Lookup of nodes by their ids, in memory or in files."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -35,8 +37,11 @@ class IdMap:
         self.num_nodes = num_nodes
         self.is_text = is_text
         self.is_range = id_bytes is None
-        self._folder, self._memory = folder, memory
-        self._num_buckets = max(1, -(-((id_bytes or 0) + _TABLE_BYTES * num_nodes) // memory))
+        self._folder = folder
+        self._memory = memory
+        # The number of buckets is rounded up, so that each bucket fits.
+        table_bytes = (id_bytes or 0) + _TABLE_BYTES * num_nodes
+        self._num_buckets = max(1, (table_bytes + memory - 1) // memory)
 
     def read(self, table: PiecewiseTable, column: str) -> Iterator[tuple[TablePiece, Any]]:
         """Yield the ids of a column as pyarrow arrays, with their pieces."""
@@ -51,6 +56,7 @@ class IdMap:
         folder = folder or self._folder
         buckets = self._find_buckets(ids)
         folder.mkdir(parents=True, exist_ok=True)
+
         order = np.argsort(buckets, kind="stable")
         rows = pa.record_batch([pa.array(first_row + order), ids.take(pa.array(order))], ["number", "id"])
         for bucket, run in iterate_runs(buckets[order]):
@@ -59,13 +65,18 @@ class IdMap:
 
     def check_unique(self, table: PiecewiseTable, column: str) -> None:
         """Raise DatasetError with both rows if an id occurs twice. Call it after all ids are added."""
-        repeats = [repeat for bucket in range(self._num_buckets) for repeat in self._find_repeats(bucket)]
+        repeats: list[tuple[int, int, object]] = []
+        for bucket in range(self._num_buckets):
+            repeats += self._find_repeats(bucket)
         if not repeats:
             return
+
         row, earlier, name = min(repeats, key=lambda repeat: repeat[0])
         path, row_in_file = table.locate(row)
         earlier_path, earlier_in_file = table.locate(earlier)
-        earlier_name = f"row {earlier_in_file}{'' if earlier_path == path else f' of {earlier_path}'}"
+        earlier_name = f"row {earlier_in_file}"
+        if earlier_path != path:
+            earlier_name = f"{earlier_name} of {earlier_path}"
         raise column_error(str(path), column, describe_repeated_id(name, earlier_name), row_in_file)
 
     def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
@@ -73,83 +84,109 @@ class IdMap:
 
         Raises DatasetError if an id is unknown. The message names the file and the row of the first one.
         """
-        unknown: list[tuple[int, object, int]] = []
-
-        def record_unknown(is_unknown: Array, rows: Array, ids: Any) -> None:
-            if is_unknown.any():
-                index = int(is_unknown.argmax())
-                unknown.append((int(rows[index]), ids[index].as_py(), int(is_unknown.sum())))
-
+        unknown_ids = _UnknownIds()
         node_numbers = Spill(folder / "nodes", np.int64)
         for piece, ids in self.read(table, column):
             if self.is_range:
-                nodes_of_rows = as_numpy(ids)
+                # The ids are the node numbers.
+                nodes = as_numpy(ids)
                 rows = np.arange(piece.row, piece.row + len(ids))
-                record_unknown((nodes_of_rows < 0) | (nodes_of_rows >= self.num_nodes), rows, ids)
-                node_numbers.append(nodes_of_rows)
+                unknown_ids.add((nodes < 0) | (nodes >= self.num_nodes), rows, ids)
+                node_numbers.append(nodes)
             else:
                 self.add(ids, piece.row, folder / "lookups")
 
         if not self.is_range:
-            scatter = ScatteredRows(folder / "rows", table.num_rows, np.int64, memory=self._memory)
-            for bucket in range(self._num_buckets):
-                # An empty bucket has no file.
-                nodes, known_ids = next(read_ids(self._folder / str(bucket), None), (None, None))
-                for rows, ids in read_ids(folder / "lookups" / str(bucket), self._memory // 8):
-                    positions = pc.index_in(ids, value_set=ids[:0] if known_ids is None else known_ids)
-                    is_unknown = as_numpy(pc.is_null(positions))
-                    record_unknown(is_unknown, rows, ids)
-                    if nodes is not None:
-                        scatter.put(rows[~is_unknown], nodes[positions.drop_null().to_numpy()])
-
-                (folder / "lookups" / str(bucket)).unlink(missing_ok=True)
-                del nodes, known_ids
-                release_memory()
-            for nodes_of_rows in scatter.chunks():
-                node_numbers.append(nodes_of_rows)
-
-        if unknown:
-            row, unknown_id, _ = min(unknown, key=lambda item: item[0])
-            path, row_in_file = table.locate(row)
-            count = sum(num_rows for *_, num_rows in unknown)
-            message = (
-                f"node id {unknown_id!r} is not among the ids of {owner} "
-                f"(rows of {column!r} with unknown ids: {count})"
-            )
-            raise column_error(str(path), column, message, row_in_file)
-
+            for nodes in self._look_up(table.num_rows, unknown_ids, folder):
+                node_numbers.append(nodes)
+        unknown_ids.check(table, column, owner)
         return node_numbers
 
+    def _look_up(self, num_rows: int, unknown_ids: _UnknownIds, folder: Path) -> Iterator[Array]:
+        """Yield the node numbers of the ids that were added to the buckets of lookups, in row order."""
+        scatter = ScatteredRows(folder / "rows", num_rows, np.int64, memory=self._memory)
+        for bucket in range(self._num_buckets):
+            # An empty bucket has no file.
+            nodes, known_ids = next(read_ids(self._folder / str(bucket), None), (None, None))
+            lookups = folder / "lookups" / str(bucket)
+            for rows, ids in read_ids(lookups, self._memory // 8):
+                positions = pc.index_in(ids, value_set=ids[:0] if known_ids is None else known_ids)
+                is_unknown = as_numpy(pc.is_null(positions))
+                unknown_ids.add(is_unknown, rows, ids)
+                if nodes is not None:
+                    scatter.put(rows[~is_unknown], nodes[positions.drop_null().to_numpy()])
+
+            lookups.unlink(missing_ok=True)
+            del nodes, known_ids
+            release_memory()
+        yield from scatter.chunks()
+
     def _find_buckets(self, ids: Any) -> Array:
+        """Return the bucket of each id. Equal ids have equal buckets."""
         if self.is_text:
             return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
+        # The highest bits of the product are used, because they depend on all bits of an id.
         with np.errstate(over="ignore"):
-            words = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
-        # The highest bits are used, because they depend on all bits of an id.
-        return (words * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
+            hashes = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
+        # A 32-bit hash times B, divided by 2^32, is a bucket below B.
+        return (hashes * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
 
     def _find_repeats(self, bucket: int) -> Iterator[tuple[int, int, object]]:
-        # It yields (row, earlier row, id) of the first repeated id of a bucket, if any.
+        """Yield (row, earlier row, id) of the first repeated id of a bucket, if there is one."""
         path = self._folder / str(bucket)
-        # If one id is in most rows, its bucket does not fit in memory, but the first rows have a repeat.
-        fits = not path.is_file() or path.stat().st_size <= self._memory
-        for most_bytes in [None] if fits else [self._memory, None]:
-            rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
+        limits: list[int | None] = [None]
+        if path.is_file() and path.stat().st_size > self._memory:
+            # If one id is in most rows, its bucket does not fit in memory, but the first rows have a repeat.
+            limits = [self._memory, None]
+
+        for max_bytes in limits:
+            rows, ids = next(read_ids(path, max_bytes), (np.empty(0, np.int64), None))
             if ids is None:
                 return
             repeat = first_repeat(ids.dictionary_encode().indices.to_numpy(zero_copy_only=False))
             if repeat is not None:
-                yield int(rows[repeat[0]]), int(rows[repeat[1]]), ids[repeat[0]].as_py()
+                position, earlier_position = repeat
+                yield int(rows[position]), int(rows[earlier_position]), ids[position].as_py()
                 return
+
+
+class _UnknownIds:
+    """Number of the unknown ids of a column, and the first of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first_row = -1
+        self._first_id: object = None
+
+    def add(self, is_unknown: Array, rows: Array, ids: Any) -> None:
+        if not is_unknown.any():
+            return
+        index = int(is_unknown.argmax())
+        if self._count == 0 or rows[index] < self._first_row:
+            self._first_row = int(rows[index])
+            self._first_id = ids[index].as_py()
+        self._count += int(is_unknown.sum())
+
+    def check(self, table: PiecewiseTable, column: str, owner: str) -> None:
+        """Raise DatasetError if there are unknown ids."""
+        if self._count == 0:
+            return
+        path, row_in_file = table.locate(self._first_row)
+        message = (
+            f"node id {self._first_id!r} is not among the ids of {owner} "
+            f"(rows of {column!r} with unknown ids: {self._count})"
+        )
+        raise column_error(str(path), column, message, row_in_file)
 
 
 def read_ids(path: Path, max_bytes: int | None) -> Iterator[tuple[Array, Any]]:
     """Yield (numbers, ids) in the order in which they were appended, or nothing if there is no file.
 
-    About ``max_bytes`` are read at a time, or all if it is None.
+    About ``max_bytes`` are read at a time. None reads all at once.
     """
     if not path.is_file():
         return
+
     size = path.stat().st_size
     tables = []
     num_bytes = 0
@@ -157,8 +194,9 @@ def read_ids(path: Path, max_bytes: int | None) -> Iterator[tuple[Array, Any]]:
         while file.tell() < size:
             tables.append(pa.ipc.open_stream(file).read_all())
             num_bytes += tables[-1].nbytes
-            if file.tell() == size or (max_bytes is not None and num_bytes >= max_bytes):
-                joined = pa.concat_tables(tables).combine_chunks()
-                yield joined["number"].chunk(0).to_numpy(), joined["id"].chunk(0)
+            is_full = max_bytes is not None and num_bytes >= max_bytes
+            if is_full or file.tell() == size:
+                table = pa.concat_tables(tables).combine_chunks()
+                yield table["number"].chunk(0).to_numpy(), table["id"].chunk(0)
                 tables = []
                 num_bytes = 0

@@ -57,8 +57,10 @@ class Labels:
         if self.is_regression:
             return
         if self._is_text not in (None, rows.is_text):
-            before = "numbers" if rows.is_text else "texts"
-            raise rows.error(f"holds {rows.values.type}, but an earlier file holds {before}; use one type")
+            earlier_values = "numbers" if rows.is_text else "texts"
+            raise rows.error(
+                f"holds {rows.values.type}, but an earlier file holds {earlier_values}; use one type"
+            )
         self._is_text = rows.is_text
 
         if rows.is_text:
@@ -91,16 +93,9 @@ class Labels:
         self.num_classes = self._largest + 1
 
     def codes(self, rows: TableColumn) -> Array:
-        """Return the (K,) labels of some rows."""
+        """Return the (K,) labels of some rows, with -1 or NaN for rows without a label."""
         if self.is_regression:
-            if not rows.is_text:
-                numbers = _convert_to_floats(rows)
-                rows.refuse(np.isinf(numbers), "is not finite")
-                return numbers.astype(np.float32)
-            texts = pc.utf8_trim_whitespace(pc.fill_null(rows.values, ""))
-            empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
-            numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
-            return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
+            return _read_targets(rows)
 
         if not rows.is_text:
             return _read_integers(rows)
@@ -113,6 +108,19 @@ class Labels:
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
+def _read_targets(rows: TableColumn) -> Array:
+    if not rows.is_text:
+        numbers = _convert_to_floats(rows)
+        rows.refuse(np.isinf(numbers), "is not finite")
+        return numbers.astype(np.float32)
+
+    texts = pc.utf8_trim_whitespace(pc.fill_null(rows.values, ""))
+    is_empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
+    # Empty texts are no numbers, so they are read as 0 and then replaced by NaN.
+    numbers = numbers_of_text(replace(rows, values=pc.if_else(is_empty, "0", texts)))
+    return np.where(as_numpy(is_empty), np.nan, numbers).astype(np.float32)
+
+
 def _convert_to_floats(rows: TableColumn) -> Array:
     try:
         return as_numpy(rows.values.cast(pa.float64(), safe=False))
@@ -121,7 +129,9 @@ def _convert_to_floats(rows: TableColumn) -> Array:
 
 
 def _read_integers(rows: TableColumn) -> Array:
-    classes = np.where(np.isnan(floats := _convert_to_floats(rows)), -1.0, floats)
+    """Return the classes of some rows, with -1 for rows without a label."""
+    numbers = _convert_to_floats(rows)
+    classes = np.where(np.isnan(numbers), -1.0, numbers)
     is_invalid = (classes != np.floor(classes)) | (classes < -1) | np.isinf(classes)
     remedy = "give whole numbers from 0 on (-1 or nothing for no label), or make it a task of regression"
     rows.refuse(is_invalid, f"is not a class; {remedy}")
@@ -141,9 +151,10 @@ def draw_split_codes(
 ) -> Iterator[Array]:
     """Yield (K,) uint8 random split codes for each (K,) bool piece of ``has_label``.
 
-    Each split gets its exact share of the ``num_labelled`` True values. Shares that sum to 1 leave none out.
-    All subsets of that size are equally likely, and the result does not depend on the size of the pieces.
-    Each block of labelled rows gets its part of each split by a hypergeometric draw, and is then permuted.
+    Each split gets its exact share of the ``num_labelled`` True values. Shares that sum to 1 leave no row
+    out. All subsets of that size are equally likely, and the result does not depend on the size of the
+    pieces. Each block of labelled rows gets its part of each split by a hypergeometric draw, and is then
+    permuted.
     """
     if num_labelled >= _MAX_DRAWN:
         raise ConfigError(
@@ -160,9 +171,9 @@ def draw_split_codes(
         while len(unused_codes) < num_codes:
             size = int(min(_BLOCK, remaining.sum()))
             assert size > 0, "more labelled rows than were counted"
-            counts = random.multivariate_hypergeometric(remaining, size, method="marginals")
-            remaining -= counts
-            block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
+            drawn = random.multivariate_hypergeometric(remaining, size, method="marginals")
+            remaining -= drawn
+            block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), drawn)
             unused_codes = np.concatenate([unused_codes, random.permutation(block)])
 
         codes = np.full(len(piece), NO_SPLIT, np.uint8)
@@ -172,40 +183,47 @@ def draw_split_codes(
 
 
 def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
-    # Counts are rounded down. If the shares sum to 1, the remaining rows go to the largest remainders.
-    exact_counts = [count * share for share in shares]
+    """Return the number of rows of each share of ``count`` rows, rounded down.
+
+    If the shares sum to 1, the remaining rows go to the largest remainders.
+    """
+    exact_sizes = [count * share for share in shares]
     # In floating point, 0.8 x 1000 may be slightly less than 800.
-    counts = [int(exact_count + 1e-6) for exact_count in exact_counts]
+    sizes = [int(exact_size + 1e-6) for exact_size in exact_sizes]
     if sum(shares) > 1 - 1e-9:
-        by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - exact_counts[i])
-        for i in by_remainder[: count - sum(counts)]:
-            counts[i] += 1
-    return counts
+        by_remainder = sorted(range(len(shares)), key=lambda i: sizes[i] - exact_sizes[i])
+        for i in by_remainder[: count - sum(sizes)]:
+            sizes[i] += 1
+    return sizes
 
 
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
-    """Yield the split codes of all nodes in order, from the files of ``custom_split_filenames``."""
+    """Yield the split codes of all nodes in order, from the files of ``custom_split_filenames``.
+
+    Raises DatasetError if a split names no node, or if a node is named twice.
+    """
     codes = ScatteredRows(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
-    num_unseen = 0
+    num_named = 0
     column = spec.id_column or LINE_COLUMN
     for code, name in enumerate(SPLIT_FILES):
         if name not in spec.files:
             continue
         nodes = ids.find(PiecewiseTable(spec.files[name], memory // 8), column, owner, folder / name)
-        if not nodes.num_rows:
+        if nodes.num_rows == 0:
             raise DatasetError(f"{spec.files[name].paths[0]}: names no node; leave {name!r} out")
-        for numbers in nodes.chunks(memory // 64 + 1):
-            codes.put(numbers, np.full(len(numbers), code, np.uint8))
-        num_unseen += nodes.num_rows
+        for chunk in nodes.chunks(memory // 64 + 1):
+            codes.put(chunk, np.full(len(chunk), code, np.uint8))
+        num_named += nodes.num_rows
 
+    num_nodes = 0
     for piece in codes.chunks():
-        num_unseen -= int(np.count_nonzero(piece != NO_SPLIT))
+        num_nodes += int(np.count_nonzero(piece != NO_SPLIT))
         yield piece
-    if num_unseen:
+    if num_named != num_nodes:
         names = ", ".join(str(path) for files in spec.files.values() for path in files.paths)
         raise DatasetError(
-            f"{names}: {num_unseen} ids are named more than once, in one file or in two; name each node of a "
-            "split once"
+            f"{names}: {num_named - num_nodes} ids are named more than once, in one file or "
+            "in two; name each node of a split once"
         )
 
 
@@ -266,18 +284,22 @@ class TypeRows:
             names.append(self.labels.column)
         if not names:
             self.num_rows = self.table.count()
-        for piece in self.table.pieces(names) if names else ():
-            self._features.scan(piece)
-            if self.labels is not None:
-                self.labels.scan(piece.columns[self.labels.column])
-            yield piece
-            self.num_rows += piece.num_rows
+        else:
+            for piece in self.table.pieces(names):
+                self._features.scan(piece)
+                if self.labels is not None:
+                    self.labels.scan(piece.columns[self.labels.column])
+                yield piece
+                self.num_rows += piece.num_rows
 
-        where = str(self.spec.files.paths[0])
         spec = self.spec
-        if not self.num_rows and (isinstance(spec.kind, str) or spec.features or spec.label):
+        where = str(spec.files.paths[0])
+        # An edge type may be empty, but features and labels need rows.
+        needs_rows = isinstance(spec.kind, str) or spec.features or spec.label
+        if self.num_rows == 0 and needs_rows:
             remedy = "leave it, or its features and labels, out of the description"
             raise DatasetError(f"{where}: the table of {spec.kind} has no row; {remedy}")
+
         release_memory()
         self.settings = self._features.finalize(where)
         if self.labels is not None:
@@ -291,27 +313,37 @@ class TypeRows:
             ids: Map from the ids in split files to nodes. Only needed if there are such files.
             reorder: Function that moves rows from table order to storage order.
         """
+
         for name in self._features.names:
             info = self._features.info(name, self.table)
             self._write_column(name, info, reorder(self._features.chunks(name, self.table, info), info))
-        spilled_labels, labels = None, self.labels
-        if labels is not None:
-            pieces = self.table.pieces([labels.column])
-            codes = (labels.codes(piece.columns[labels.column]) for piece in pieces)
-            spilled_labels = Spill(self._output.work / "labels", labels.dtype, codes)
-            info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
-            self._write_column(LABEL, info, reorder(spilled_labels.chunks(self._rows_per_chunk), info))
-
+        spilled_labels = self._write_labels(reorder)
         if self.spec.label is not None:
             row_codes = self._find_split_codes(self.spec.label, spilled_labels, seed, ids)
-            path = self._output.work / "stored_codes"
-            stored_codes = Spill(path, np.uint8, reorder(row_codes.chunks(self._rows_per_chunk), _CODE))
-            chunks = stored_codes.chunks(self._rows_per_chunk)
-            used_codes = {code for chunk in chunks for code in np.unique(chunk)}
-            for code, name in enumerate(SPLITS):
-                if code in used_codes:
-                    masks = (chunk == code for chunk in stored_codes.chunks(self._rows_per_chunk))
-                    self._write_column(name, _MASK, masks)
+            self._write_masks(reorder(row_codes.chunks(self._rows_per_chunk), _CODE))
+
+    def _write_labels(self, reorder: Reorder) -> Spill | None:
+        """Write the labels, and return them in table order. Return None if there are no labels."""
+        labels = self.labels
+        if labels is None:
+            return None
+        pieces = self.table.pieces([labels.column])
+        codes = (labels.codes(piece.columns[labels.column]) for piece in pieces)
+        spilled_labels = Spill(self._output.work / "labels", labels.dtype, codes)
+        info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
+        self._write_column(LABEL, info, reorder(spilled_labels.chunks(self._rows_per_chunk), info))
+        return spilled_labels
+
+    def _write_masks(self, codes: Iterable[Array]) -> None:
+        """Write a mask for each split that has a row. ``codes`` are in storage order."""
+        stored_codes = Spill(self._output.work / "stored_codes", np.uint8, codes)
+        used_codes: set[int] = set()
+        for chunk in stored_codes.chunks(self._rows_per_chunk):
+            used_codes.update(np.unique(chunk).tolist())
+        for code, name in enumerate(SPLITS):
+            if code in used_codes:
+                masks = (chunk == code for chunk in stored_codes.chunks(self._rows_per_chunk))
+                self._write_column(name, _MASK, masks)
 
     def _write_column(self, name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:
         self.columns[name] = info
@@ -320,9 +352,9 @@ class TypeRows:
     def _find_split_codes(
         self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None
     ) -> Spill:
-        """Return the split codes of the N rows of the table, in table order. ``labels`` are None without any.
+        """Return the split codes of the N rows of the table, in table order.
 
-        Raises DatasetError if a row of a split has no label.
+        ``labels`` is None if the table has none. Raises DatasetError if a row of a split has no label.
         """
         if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # There is no split_pct.
             pieces = self.table.pieces([SPLIT])  # As uint8, -1 is NO_SPLIT.
@@ -333,23 +365,23 @@ class TypeRows:
         else:
             assert ids is not None, "only nodes have split files"
             paths = self.spec.files.paths
-            owner = f"{paths[0]}{' ...' if len(paths) > 1 else ''}"
+            owner = str(paths[0])
+            if len(paths) > 1:
+                owner = f"{owner} ..."
             folder = self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
 
         row_codes = Spill(self._output.work / "codes", np.uint8, codes)
         first_row = 0
-        for has_label, code in zip(
-            self._find_labelled(labels), row_codes.chunks(self._rows_per_chunk), strict=True
-        ):
-            is_wrong = (code != NO_SPLIT) & ~has_label
-            if is_wrong.any():
-                path, row = self.table.locate(first_row + find_first_true(is_wrong))
-                split = SPLITS[int(code[is_wrong][0])].removesuffix("_mask")
+        row_chunks = row_codes.chunks(self._rows_per_chunk)
+        for has_label, code in zip(self._find_labelled(labels), row_chunks, strict=True):
+            lacks_label = (code != NO_SPLIT) & ~has_label
+            if lacks_label.any():
+                path, row = self.table.locate(first_row + find_first_true(lacks_label))
+                split = SPLITS[int(code[lacks_label][0])].removesuffix("_mask")
                 message = f"no label, but the row is in the {split} split; leave it out of that split"
                 raise column_error(str(path), str(label.column), message, row)
             first_row += len(code)
-
         return row_codes
 
     def _find_labelled(self, labels: Spill | None) -> Iterator[Array]:

@@ -63,58 +63,66 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     check_assignment(assignment, graph)
     num_parts = assignment.num_parts
     part = concatenate_owners(graph, assignment)
-    owned = np.bincount(part, minlength=num_parts)
-    edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
-    remote, halo = _count_remote_and_halo(graph, part, num_parts)
-    num_cut = int(remote.sum())
-    num_edges = graph.total_edges
+    num_owned = np.bincount(part, minlength=num_parts)
+    num_in_edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
+    num_remote, num_halo = _count_remote_and_halo(graph, part, num_parts)
+    num_cut = int(num_remote.sum())
+    edge_cut = 0.0
+    if graph.total_edges > 0:
+        edge_cut = num_cut / graph.total_edges
+
+    # Parameters of a partitioner outside this package may have any type.
     tolerance = assignment.parameters.get("tolerance")
     missed = assignment.parameters.get("missed")
     return PartitionQuality(
         num_parts=num_parts,
-        num_nodes=tuple(owned.tolist()),
-        num_edges=tuple(edges.tolist()),
+        num_nodes=tuple(num_owned.tolist()),
+        num_edges=tuple(num_in_edges.tolist()),
         cut_edges=num_cut,
-        edge_cut=num_cut / num_edges if num_edges else 0.0,
-        remote_fraction=tuple((remote / np.maximum(edges, 1)).tolist()),
-        halo_nodes=tuple(halo.tolist()),
-        halo_factor=tuple((halo / np.maximum(owned, 1)).tolist()),
-        replication_factor=1.0 + int(halo.sum()) / max(graph.total_nodes, 1),
-        balance=_balance(graph, part, assignment),
+        edge_cut=edge_cut,
+        remote_fraction=tuple((num_remote / np.maximum(num_in_edges, 1)).tolist()),
+        halo_nodes=tuple(num_halo.tolist()),
+        halo_factor=tuple((num_halo / np.maximum(num_owned, 1)).tolist()),
+        replication_factor=1.0 + int(num_halo.sum()) / max(graph.total_nodes, 1),
+        balance=_measure_balance(graph, part, assignment),
         tolerance=dict(tolerance) if isinstance(tolerance, dict) else {},
         missed=dict(missed) if isinstance(missed, dict) else {},
     )
 
 
-def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
-    # All constraints that exist in the graph are measured, whether requested or not.
-    requested = assignment.parameters.get("balance")
-    constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_node_column(graph, column))]
+def _measure_balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
+    """Return the imbalance of all constraints that exist in the graph, whether requested or not."""
+    constraints = ["nodes", "degree"]
+    constraints += [mask for mask, column in MASKS.items() if has_node_column(graph, column)]
     if len(graph.num_nodes) > 1:
         constraints.append("ntype")
-    constraints += [c for c in requested if c not in constraints] if isinstance(requested, list) else []
+    requested = assignment.parameters.get("balance")
+    if isinstance(requested, list):
+        constraints += [constraint for constraint in requested if constraint not in constraints]
+
     targets = assignment.parameters.get("target_weights")
     shares = part_shares(targets if isinstance(targets, list) else None, assignment.num_parts)
-    return {
-        name: imbalance(sum_by_part(part, column, assignment.num_parts), shares)
-        for constraint in constraints
-        for name, column in constraint_columns(graph, constraint)
-    }
+    balance = {}
+    for constraint in constraints:
+        for name, column in constraint_columns(graph, constraint):
+            balance[name] = imbalance(sum_by_part(part, column, assignment.num_parts), shares)
+    return balance
 
 
 def _count_remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
     """Return the (P,) int64 numbers of in-edges with a remote source, and of distinct remote sources."""
     first_id = first_ids(graph)
-    remote = np.zeros(num_parts, dtype=np.int64)
-    halo = np.zeros(num_parts, dtype=np.int64)
+    num_remote = np.zeros(num_parts, dtype=np.int64)
+    num_halo = np.zeros(num_parts, dtype=np.int64)
     for first_part in range(0, num_parts, 64):
-        # One bit per (source, part) takes 8 bytes per node for 64 parts, whatever the number of edges.
+        # A node has one bit for each of 64 parts, set if the part reads the node. So the memory is 8 bytes
+        # per node, whatever the number of edges.
         readers = np.zeros(graph.total_nodes, dtype=np.uint64)
         for (src_type, _, dst_type), (src, dst) in graph.edges.items():
-            _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, remote)
-        _count_bits(readers, first_part, halo)
+            _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, num_remote)
+        _count_bits(readers, first_part, num_halo)
 
-    return remote, halo
+    return num_remote, num_halo
 
 
 @njit(cache=True, nogil=True)
@@ -126,24 +134,24 @@ def _mark(
     part: Array,
     first_part: int,
     readers: Array,
-    remote: Array,
+    num_remote: Array,
 ) -> None:
     for e in range(len(src)):
         u = src[e] + first_src
         reader = part[dst[e] + first_dst]
         if reader != part[u] and first_part <= reader < first_part + 64:
-            remote[reader] += 1
+            num_remote[reader] += 1
             readers[u] |= np.uint64(1) << np.uint64(reader - first_part)
 
 
 @njit(cache=True, nogil=True)
-def _count_bits(readers: Array, first_part: int, halo: Array) -> None:
+def _count_bits(readers: Array, first_part: int, num_halo: Array) -> None:
     for u in range(len(readers)):
         bits = readers[u]
         bit = 0
         while bits != np.uint64(0):
             if bits & np.uint64(1):
-                halo[first_part + bit] += 1
+                num_halo[first_part + bit] += 1
             bits >>= np.uint64(1)
             bit += 1
 
@@ -158,12 +166,13 @@ def enforce_capacities(
 ) -> tuple[Array, dict[str, float]]:
     """Return the (N,) int32 ``part_of_node`` with nodes moved until no part exceeds its tolerance.
 
-    That may be impossible. Constraints that are still exceeded are logged as warnings, with the name of the
+    Moves may not be enough. Constraints that are still exceeded are logged as warnings, with the name of the
     ``method``. They are also returned, each with the largest ratio of a part's load to its share.
     """
     unmet = weights.find_unmet(part_of_node)
     if not unmet:
         return part_of_node, unmet
+
     _LOG.info("%s left %s above tolerance; moving nodes", method, unmet)
     part_of_node = rebalance(graph, weights, part_of_node)
     unmet = weights.find_unmet(part_of_node)
@@ -211,44 +220,51 @@ def assign_balanced(
     if num_parts == 1 or num_parts >= num_nodes:
         parts = np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
         return assign_parts(partitioner, graph, num_parts, seed, parts, weights)
+
     workspace = partitioner.workspace
     if workspace is not None:
         # Each balance weight is a column of one int64 per node.
         workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
-    reserved = count_reserved_bytes(weights)
+    reserved_bytes = count_reserved_bytes(weights)
     symmetric = symmetrise(
-        graph, dtype=dtype, weighted=weighted, workspace=workspace, reserved_bytes=reserved
+        graph, dtype=dtype, weighted=weighted, workspace=workspace, reserved_bytes=reserved_bytes
     )
+
+    parts = compute(symmetric, weights)
     method = PARTITIONERS.name_of(type(partitioner))
-    parts, unmet = enforce_capacities(symmetric, weights, compute(symmetric, weights), method)
-    extra_parameters = {"missed": unmet} if unmet else {}
-    return assign_parts(partitioner, graph, num_parts, seed, parts, weights, **extra_parameters)
+    parts, unmet = enforce_capacities(symmetric, weights, parts, method)
+    parameters = {}
+    if unmet:
+        parameters["missed"] = unmet
+    return assign_parts(partitioner, graph, num_parts, seed, parts, weights, **parameters)
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:
     """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved out of overloaded parts.
 
     Nodes that lose the fewest neighbours move first. A move must lower the total excess, where each
-    constraint is relative to its total. It may overload a part in another constraint. A later move corrects
-    that.
+    constraint is relative to its total. A move may overload a part in a second constraint. A later move
+    corrects this overload.
     """
     part = part_of_node.copy()
-    # Weights are integers, so capacities are rounded down. The 1e-6 allows for rounding errors in the shares.
     loads = weights.loads(part)
+    # Weights are integers, so capacities are rounded down. The 1e-6 allows for rounding errors in the shares.
     capacity = np.floor(weights.capacities() + 1e-6)
+
+    # Weights, loads and capacities become shares of the constraint's total, so that they can be added.
     totals = np.maximum(loads.sum(axis=1), 1.0)
     matrix = np.empty((len(part), len(totals)))
     for c, column in enumerate(weights.columns):
         np.divide(column, totals[c], out=matrix[:, c])
     loads /= totals[:, None]
     capacity /= totals[:, None]
-    for attempt in range(_MAX_PASSES):
+
+    for pass_number in range(_MAX_PASSES):
         # At first only nodes that lose no neighbour may move. The allowed loss doubles, then is unlimited.
-        max_loss = 2**attempt - 1 if attempt < _MAX_PASSES // 2 else 2**62
+        max_loss = 2**pass_number - 1 if pass_number < _MAX_PASSES // 2 else 2**62
         _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(max_loss))
         if (loads <= capacity * (1 + 1e-9)).all():
             break
-
     return part
 
 
@@ -262,6 +278,10 @@ def _move(
     part: Array,
     max_loss: int,
 ) -> None:
+    """Move each node of an overloaded part, in place, to the part with most of its neighbours.
+
+    A move must lower the total excess, and may lose at most ``max_loss`` neighbours.
+    """
     num_parts = loads.shape[1]
     links = np.zeros(num_parts, dtype=np.int64)
     for u in range(len(part)):
@@ -270,9 +290,12 @@ def _move(
         relief -= _compute_excess(loads[:, home], capacity[:, home], matrix[u], -1.0)
         if relief <= _EPSILON:
             continue
+
         links[:] = 0
         for e in range(indptr[u], indptr[u + 1]):
             links[part[indices[e]]] += 1
+
+        # Of the parts with equally many neighbours, the one whose excess grows least is the best.
         best, best_links, best_burden = -1, np.int64(-1), 0.0
         for p in range(num_parts):
             burden = _compute_excess(loads[:, p], capacity[:, p], matrix[u], 1.0)

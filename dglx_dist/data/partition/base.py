@@ -67,7 +67,7 @@ class PartitionOptions:
         None, "Number of workers in each server, for hierarchical.", check=at_least(1)
     )
     inner: str | None = None
-    """Partitioner of both levels of ``hierarchical``, or None for the default."""
+    """Name of the partitioner of both levels of ``hierarchical``. None chooses it by the constraints."""
     file: str | PathLike[str] | None = option(
         None, "A .npy file with one part id per node, for file.", kind=Path
     )
@@ -88,21 +88,23 @@ class PartitionOptions:
         for name in self.balance:
             if self.balance.count(name) > 1:
                 raise ConfigError(f"balance names {name!r} twice; name each constraint once")
+
         object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         check_ranges(self, "{name} is {value}; it")
 
         if self.target_weights is not None:
-            object.__setattr__(self, "target_weights", tuple(float(w) for w in self.target_weights))
-            for part, weight in enumerate(self.target_weights):
+            weights = tuple(float(weight) for weight in self.target_weights)
+            object.__setattr__(self, "target_weights", weights)
+            for part, weight in enumerate(weights):
                 if not (weight > 0 and math.isfinite(weight)):
                     raise ConfigError(f"target_weights[{part}] is {weight}; every share must be above 0")
 
     @property
     def constraints(self) -> tuple[str, ...]:
-        """The constraints to balance. ``nodes`` is added if no constraint covers all nodes.
+        """Constraints to balance. ``nodes`` is added if no constraint covers all nodes.
 
-        Balancing only the few training nodes would not limit the size of the parts.
+        A balance of the few training nodes alone would not limit the size of the parts.
         """
         if set(self.balance) <= {"train", "val", "test"}:
             return ("nodes", *self.balance)
@@ -116,12 +118,14 @@ class PartitionOptions:
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[str, ...]) -> None:
+    """Raise ConfigError if a tolerance is not above 0, or is set for a constraint that is not balanced."""
     tolerances = tolerance if isinstance(tolerance, Mapping) else {"every constraint": tolerance}
     for name, value in tolerances.items():
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(
                 f"the tolerance of {name} is {value}; it must be above 0, and 0.05 allows 5 % over the share"
             )
+
         if isinstance(tolerance, Mapping) and name not in constraints:
             raise ConfigError(
                 f"there is a tolerance for {name!r}, which is not balanced (balanced: "
@@ -150,31 +154,31 @@ class Partitioner(ABC):
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()
-        changed = {
-            option_field.name
-            for option_field in fields(options)
-            if getattr(options, option_field.name) != getattr(default, option_field.name)
-        }
-        if options.constraints == default.constraints:  # All partitioners balance the number of nodes.
-            changed.discard("balance")
-
-        for name in sorted(changed - self.honours):
+        for option_field in sorted(fields(options), key=lambda item: item.name):
+            name = option_field.name
+            value = getattr(options, name)
+            if value == getattr(default, name) or name in self.honours:
+                continue
+            # All partitioners balance the number of nodes, so this request changes nothing.
+            if name == "balance" and options.constraints == default.constraints:
+                continue
             raise ConfigError(
-                f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
-                "choose another method (metis honours balance, tolerance, target_weights, objective and fast)"
+                f"{type(self).__name__} does not support {name}={value!r}; leave it out or choose another "
+                "method (metis honours balance, tolerance, target_weights, objective and fast)"
             )
 
     def within(self, workspace: Workspace | None, graph: RawGraph) -> Partitioner:
-        """Return this partitioner, to work in ``workspace``.
+        """Return this partitioner after its ``workspace`` is set.
 
-        Raises ConfigError if it only works in memory, and the edges of ``graph`` do not fit.
+        Raises ConfigError if the method only works in memory, and the edges of ``graph`` do not fit.
         """
         num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
             alternatives = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
-                f"{type(self).__name__} only works in memory, and {graph.total_edges} edges take about "
-                f"{format_bytes(num_bytes)}; grant more --memory, or choose {', '.join(alternatives)}"
+                f"{type(self).__name__} only works in memory, and {graph.total_edges} edges "
+                f"take about {format_bytes(num_bytes)}; grant more --memory, or choose "
+                f"{', '.join(alternatives)}"
             )
 
         self.workspace = workspace
@@ -182,10 +186,10 @@ class Partitioner(ABC):
 
     @abstractmethod
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Assign every node to a part. It is called in one process.
+        """Assign every node to a part. One process calls this method.
 
-        The result must be deterministic, and the graph must not be changed. It must support a single part,
-        more parts than nodes (some are empty), graphs without edges, and several node types.
+        The result must be deterministic, and the graph must not be changed. A method must support a single
+        part, more parts than nodes (some are empty), graphs without edges, and several node types.
         ``Assignment.parameters["tolerance"]`` has the promised balance by constraint. Raises ConfigError if
         the options do not match ``graph`` or ``num_parts``.
         """
@@ -217,8 +221,12 @@ def default_partitioner(options: PartitionOptions) -> str:
     KaMinPar needs a quarter of the memory for the same cut, and has threads. Only METIS balances several
     weights and minimises communication volume.
     """
-    one_weight = len(options.constraints) == 1 and not {"ntype", "etype"} & set(options.constraints)
-    return "kaminpar" if one_weight and options.objective == "cut" else "metis"
+    constraints = options.constraints
+    # These two constraints have one weight for each type.
+    has_weight_per_type = "ntype" in constraints or "etype" in constraints
+    if len(constraints) > 1 or has_weight_per_type or options.objective != "cut":
+        return "metis"
+    return "kaminpar"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +240,8 @@ class PartitionPlan:
     method: str | None = option(
         None,
         # Names of plugins are not listed, because importing this module would have to load them.
-        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Default: kaminpar for one balance "
-        "weight, metis for more.",
+        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Default: kaminpar "
+        "for one balance weight, metis for more.",
     )
     trainers_per_part: int = option(
         1,
@@ -255,13 +263,14 @@ class PartitionPlan:
     scratch: Path | None = option(
         None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
     )
+    """Folder of the files of a process with limited memory."""
     add_reverse_edges: bool = option(
         False,
-        "Store an opposite edge for each edge that has none. With several edge types, store opposite edges "
-        "as types RELATION-rev.",
+        "Store an opposite edge for each edge that has none. With several edge types, store "
+        "opposite edges as types RELATION-rev.",
     )
-    """Whether to add opposite edges. With one edge type they get its columns but no masks, with several no
-    columns."""
+    """Whether to add opposite edges. In a graph with one edge type, an opposite edge has the columns of its
+    edge but no masks. In a graph with several edge types, opposite edges have no columns."""
     add_self_loops: bool = option(False, "Store an edge from each node to itself.")
     """Whether to add missing self-loops to graphs with one edge type. Columns are 1, and masks False."""
     normalize_features: Literal["row"] | None = option(
@@ -286,6 +295,7 @@ class PartitionPlan:
             raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
         if self.trainers_per_part < 1:
             raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
+
         check_feature_dtype(self.feature_dtype)
 
         if self.memory is not None:
@@ -296,11 +306,13 @@ class PartitionPlan:
             raise ConfigError(f"scratch {self.scratch} needs a memory limit; add memory, e.g. 4GB")
 
         dtype = self.feature_dtype
-        dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
+        dtypes = [dtype]
+        if isinstance(dtype, Mapping):
+            dtypes = list(dtype.values())
         if self.format == "dgl" and "bfloat16" in dtypes:
             raise ConfigError("DGL's files cannot hold bfloat16; use float16, or format 'dglx'")
 
     @property
     def partitioner(self) -> str:
-        """Resolved name of the partitioner. UnknownNameError if it does not exist."""
+        """Resolved name of the partitioner. Raises UnknownNameError if there is no such partitioner."""
         return PARTITIONERS.resolve(self.method or default_partitioner(self.options))

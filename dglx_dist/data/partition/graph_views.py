@@ -44,9 +44,10 @@ class BalanceWeights:
     """(P,) float64 target shares of the parts, which sum to 1."""
 
     def matrix(self) -> Array:
-        """Return the (N, C) int64 weights, without a copy for one constraint."""
-        (*first_columns, last) = self.columns
-        return np.stack(self.columns, axis=1) if first_columns else np.ascontiguousarray(last).reshape(-1, 1)
+        """Return the (N, C) int64 weights. With one constraint it is a view of the column."""
+        if len(self.columns) == 1:
+            return np.ascontiguousarray(self.columns[0]).reshape(-1, 1)
+        return np.stack(self.columns, axis=1)
 
     def loads(self, part_of_node: Array) -> Array:
         """Return the (C, P) float64 loads of the parts for the (N,) int assignment."""
@@ -55,57 +56,75 @@ class BalanceWeights:
     def capacities(self) -> Array:
         """Return the (C, P) float64 capacities: share x (1 + tolerance), or more if heavy nodes need it.
 
-        Nodes are indivisible, so a node of weight w may exceed the part's share of all nodes with weight w or
-        more. If the heaviest nodes are placed first, no part needs more than that.
+        Nodes are indivisible. A part that takes a node of weight w may therefore hold w more than its share
+        of all nodes with weight w or more. If the heaviest nodes are placed first, no part needs more.
         """
         rows = []
         for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
             total = float(column.sum())
-            heavy_weights, counts = np.unique(
-                column[column > tolerance * total * self.shares.min()], return_counts=True
-            )
-            totals = np.cumsum((heavy_weights * counts)[::-1])[::-1]
-            shares = self.shares.tolist()
-            minima = [float((share * totals + heavy_weights).max(initial=0)) for share in shares]
+            # Lighter nodes fit into the tolerance of every part.
+            is_heavy = column > tolerance * total * self.shares.min()
+            heavy_weights, num_heavy = np.unique(column[is_heavy], return_counts=True)
+
+            # The total of all nodes with this weight or more: a cumulative sum from the heaviest weight.
+            descending_totals = np.cumsum((heavy_weights * num_heavy)[::-1])
+            totals = descending_totals[::-1]
+            minima = []
+            for share in self.shares.tolist():
+                needed = share * totals + heavy_weights
+                minima.append(float(needed.max(initial=0)))
             rows.append(np.maximum(total * self.shares * (1.0 + tolerance), minima))
         return np.stack(rows)
 
     def find_unmet(self, part_of_node: Array) -> dict[str, float]:
-        """Return load / share of the most loaded part, for each constraint with a part above its capacity."""
+        """Return the constraints that have a part above its capacity.
+
+        The value of a constraint is the largest load / share of a part.
+        """
         loads = self.loads(part_of_node)
         capacities = self.capacities()
-        return {
-            name: imbalance(loads[c], self.shares)
-            for c, name in enumerate(self.names)
+        unmet = {}
+        for c, name in enumerate(self.names):
             # Shares are rounded, so a full part may seem slightly overloaded.
-            if (loads[c] > capacities[c] * (1 + 1e-9)).any()
-        }
+            if (loads[c] > capacities[c] * (1 + 1e-9)).any():
+                unmet[name] = imbalance(loads[c], self.shares)
+        return unmet
 
 
 def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
     """Return the (P,) float64 sums of the (N,) integer ``column`` over the nodes of each part."""
-    # Sum in pieces, because np.bincount copies its arguments.
-    rows = pieces(len(column), 1 << 20)
-    sums = (np.bincount(part_of_node[row], column[row], num_parts) for row in rows)
-    return sum(sums, np.zeros(num_parts))
+    sums = np.zeros(num_parts)
+    # Slices limit the memory, because np.bincount copies its arguments.
+    for rows in iterate_slices(len(column), 1 << 20):
+        sums += np.bincount(part_of_node[rows], column[rows], num_parts)
+    return sums
 
 
 def imbalance(loads: Array, shares: Array) -> float:
     """Return the largest load / (total x share) of the (P,) loads, or 1.0 if the total is 0."""
     total = float(loads.sum())
-    return float((loads / (total * shares)).max()) if total > 0 else 1.0
+    if total <= 0:
+        return 1.0
+    ratios = loads / (total * shares)
+    return float(ratios.max())
 
 
 def balance_weights(
     graph: RawGraph, options: PartitionOptions, num_parts: int, max_constraints: int | None
 ) -> BalanceWeights:
-    """Return the constraints of ``options`` as weights of the nodes of ``graph``."""
-    columns = [
-        (constraint, *column)
-        for constraint in options.constraints
-        for column in constraint_columns(graph, constraint)
-    ]
-    names = tuple(name for _, name, _ in columns)
+    """Return the constraints of ``options`` as weights of the nodes of ``graph``.
+
+    Raise ConfigError if there are more than ``max_constraints`` weights. None is no limit.
+    """
+    names: list[str] = []
+    columns: list[Array] = []
+    tolerances: list[float] = []
+    for constraint in options.constraints:
+        for name, column in constraint_columns(graph, constraint):
+            names.append(name)
+            columns.append(column)
+            tolerances.append(options.tolerance_of(constraint))
+
     if max_constraints is not None and len(names) > max_constraints:
         raise ConfigError(
             f"this method balances {max_constraints} weight at a time, but {len(names)} are given "
@@ -113,9 +132,9 @@ def balance_weights(
         )
 
     return BalanceWeights(
-        names=names,
-        columns=tuple(column for *_, column in columns),
-        tolerance=np.array([options.tolerance_of(constraint) for constraint, *_ in columns]),
+        names=tuple(names),
+        columns=tuple(columns),
+        tolerance=np.array(tolerances),
         shares=part_shares(options.target_weights, num_parts),
     )
 
@@ -133,7 +152,10 @@ def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, Array]]:
-    """Yield the names and (N,) int64 weights of ``constraint``. ``ntype`` and ``etype`` have one per type."""
+    """Yield the names and (N,) int64 weights of ``constraint``.
+
+    ``ntype`` and ``etype`` yield one column for each type. Other constraints yield a single column.
+    """
     if constraint == "nodes":
         yield "nodes", np.ones(graph.total_nodes, dtype=np.int64)
     elif constraint == "degree":
@@ -152,32 +174,35 @@ def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, 
 
 def node_slices(graph: RawGraph) -> dict[str, slice]:
     """Return the nodes of each type in the concatenation of all types."""
-    return {ntype: slice(first, first + graph.num_nodes[ntype]) for ntype, first in first_ids(graph).items()}
+    slices = {}
+    for ntype, first_id in first_ids(graph).items():
+        slices[ntype] = slice(first_id, first_id + graph.num_nodes[ntype])
+    return slices
 
 
 def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> Array:
-    """Return the (N,) int64 in-degrees over ``etypes``, or over all edge types."""
+    """Return the (N,) int64 in-degrees over ``etypes``, or over all edge types if it is None."""
     degrees = np.zeros(graph.total_nodes, np.int64)
     rows = node_slices(graph)
     for etype in graph.edges if etypes is None else etypes:
         destinations = graph.edges[etype][1]
         type_degrees = degrees[rows[etype[2]]]
-        for piece in pieces(len(destinations)):
-            # bincount would cast a copy, and return counts of all nodes for each piece.
-            _count_ids(destinations[piece], type_degrees)
-
+        for edges in iterate_slices(len(destinations)):
+            # np.bincount would copy the ids, and return counts of all nodes for each slice.
+            _count_ids(destinations[edges], type_degrees)
     return degrees
 
 
 @njit(cache=True, nogil=True)
-def _count_ids(ids: Array, counts: Array) -> None:
+def _count_ids(ids: Array, num_occurrences: Array) -> None:
     for i in ids:
-        counts[i] += 1
+        num_occurrences[i] += 1
 
 
-def pieces(length: int, size: int = 1 << 24) -> Iterator[slice]:
+def iterate_slices(length: int, size: int = 1 << 24) -> Iterator[slice]:
     """Yield consecutive slices of at most ``size`` that cover ``range(length)``."""
-    return (slice(first, min(first + size, length)) for first in range(0, length, size))
+    for first in range(0, length, size):
+        yield slice(first, min(first + size, length))
 
 
 def has_node_column(graph: RawGraph, column: str) -> bool:
@@ -185,12 +210,14 @@ def has_node_column(graph: RawGraph, column: str) -> bool:
 
 
 def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
+    """Return the (N,) int64 weights of a node column. Types without the column have weight 0."""
     if not has_node_column(graph, column):
-        existing = sorted({name for columns in graph.node_data.values() for name in columns})
+        column_names = {name for columns in graph.node_data.values() for name in columns}
+        existing = sorted(column_names)
         hint = suggest_name(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
         raise ConfigError(
-            f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
-            f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
+            f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} "
+            f"(node columns: {', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
         )
 
     weights = np.zeros(graph.total_nodes, np.int64)
@@ -198,21 +225,21 @@ def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
         values = graph.node_data.get(ntype, {}).get(column)
         if values is not None:
             weights[rows] = _compute_weight(values, constraint, ntype)
-
     return weights
 
 
 def _compute_weight(values: NodeColumn, constraint: str, node_type: str) -> Array:
+    """Return ``values`` as int64 weights. Raise ConfigError if they are no integers of 0 or more."""
     if isinstance(values, SparseRows) or values.ndim != 1 or values.dtype.kind not in "biu":
         raise ConfigError(
-            f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} for node type "
-            f"{node_type!r}; a weight is one integer or bool per node"
+            f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} "
+            f"for node type {node_type!r}; a weight is one integer or bool per node"
         )
     if values.dtype.kind == "i" and len(values) and values.min() < 0:
         row = int(np.argmax(values < 0))
         raise ConfigError(
-            f"cannot balance {constraint!r}: node {row} of type {node_type!r} has the weight {values[row]}; "
-            "weights are 0 or more"
+            f"cannot balance {constraint!r}: node {row} of type {node_type!r} has the weight "
+            f"{values[row]}; weights are 0 or more"
         )
     return values.astype(np.int64)
 
@@ -250,24 +277,32 @@ def assign_parts(
 
 def concatenate_owners(graph: RawGraph, assignment: Assignment) -> Array:
     """Return the (N,) int32 owners of the nodes of all types, in the order of ``graph.num_nodes``."""
-    owners = (np.asarray(assignment.part_of[ntype], dtype=np.int32) for ntype in graph.num_nodes)
-    return np.concatenate([np.empty(0, np.int32), *owners])
+    owners = [np.empty(0, np.int32)]
+    for ntype in graph.num_nodes:
+        owners.append(np.asarray(assignment.part_of[ntype], dtype=np.int32))
+    return np.concatenate(owners)
 
 
 def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[str, object]:
     """Return options and promised tolerances as JSON values for ``Assignment.parameters``.
 
-    ``weights`` are the constraints that the partitioner guarantees, or None if there are none.
+    ``weights`` are the constraints that the partitioner guarantees, or None if it guarantees no balance.
+    Options with their default value are left out.
     """
-    promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
-    settings: dict[str, object] = {
-        "balance": list(options.balance) or None,
-        "target_weights": None if options.target_weights is None else list(options.target_weights),
-        "objective": options.objective if options.objective != "cut" else None,
-        "fast": options.fast or None,
-    }
-    changed = {name: value for name, value in settings.items() if value is not None}
-    return {"tolerance": dict(promised)} | changed
+    description: dict[str, object] = {"tolerance": {}}
+    if weights is not None:
+        tolerances = weights.tolerance.tolist()
+        description["tolerance"] = dict(zip(weights.names, tolerances, strict=True))
+
+    if options.balance:
+        description["balance"] = list(options.balance)
+    if options.target_weights is not None:
+        description["target_weights"] = list(options.target_weights)
+    if options.objective != "cut":
+        description["objective"] = options.objective
+    if options.fast:
+        description["fast"] = True
+    return description
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +314,7 @@ class SymmetricGraph:
     indices: Array
     """(M,) int32 or int64 neighbours, in no particular order within a row."""
     edge_weights: Array | None
-    """(M,) int32 or int64 number of directed edges of a pair, or None if 99 % of the pairs have the same."""
+    """(M,) int32 or int64 number of directed edges of a pair, or None if 99 % of these numbers are equal."""
 
     @property
     def num_nodes(self) -> int:
@@ -288,7 +323,9 @@ class SymmetricGraph:
     @staticmethod
     def open(folder: Path) -> SymmetricGraph:
         """Return the memory-mapped graph that :func:`write_rows` wrote."""
-        weights = map_spill(folder, "weights") if any(folder.glob("weights.*")) else None
+        weights = None
+        if any(folder.glob("weights.*")):
+            weights = map_spill(folder, "weights")
         indptr = map_spill(folder, "indptr")
         indices = map_spill(folder, "indices")
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights)
@@ -313,7 +350,11 @@ def symmetrise(
             and memory-mapped, with indices of the default dtype.
     """
     num_nodes = graph.total_nodes
-    entry_bytes = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
+    index_dtype = np.dtype(dtype or id_dtype(num_nodes))
+    entry_bytes = index_dtype.itemsize
+    if weighted:
+        entry_bytes += 4
+
     num_bytes = 2 * graph.total_edges * entry_bytes + 16 * num_nodes
     if workspace is not None and not workspace.fits(num_bytes + reserved_bytes):
         folder = workspace.stage(
@@ -323,24 +364,31 @@ def symmetrise(
         )
         return SymmetricGraph.open(folder)
 
+    # indptr[v + 1] is the free position of row v. After the rows are filled, it is the end of row v.
     indptr = _compute_starts(graph)
-    indices = np.empty(indptr[-1], dtype=dtype or id_dtype(num_nodes))
+    indices = np.empty(indptr[-1], dtype=index_dtype)
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
     _fill_rows(graph, 0, num_nodes, indptr[1:-1], indices, weights)
+
     indptr = indptr[:-1]
-    num_entries = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
+    positions = np.full(num_nodes, -1, dtype=np.int64)
+    num_entries = _merge(indptr, indices, weights, weighted, positions, 0)
 
     # resize shrinks the array in place if the allocator can, without a copy of the largest array.
     indices.resize(num_entries, refcheck=False)
     if not weighted:
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
     weights.resize(num_entries, refcheck=False)
-    weights_or_none = None if _is_nearly_uniform(weights) else weights
-    return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
+    if _is_nearly_uniform(weights):
+        return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
+    return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights)
 
 
 def _compute_starts(graph: RawGraph) -> Array:
-    # One slot is added, so that indptr[v + 1] can be the next free position of row v while rows are filled.
+    """Return the (N + 2,) int64 row starts, one slot later than in an indptr: row v starts at [v + 1].
+
+    The extra slot lets [v + 1] be the next free position of row v while rows are filled.
+    """
     first_id = first_ids(graph)
     indptr = np.zeros(graph.total_nodes + 2, dtype=np.int64)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
@@ -349,16 +397,20 @@ def _compute_starts(graph: RawGraph) -> Array:
 
 
 def _fill_rows(graph: RawGraph, first: int, last: int, free: Array, indices: Array, _weights: Array) -> None:
+    """Write the neighbours of the rows ``first`` to ``last - 1``, see :func:`write_rows`."""
     first_id = first_ids(graph)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
         _fill(src, dst, first_id[src_type], first_id[dst_type], first, last, free, indices)
 
 
 def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: Workspace) -> None:
+    """Write the graph to ``folder``, without weights if they are nearly uniform. All ranks call it."""
     starts = _compute_starts(graph)[1:]
     weight_dtype = np.int32 if weighted else None
     write_rows(folder, starts, partial(_fill_rows, graph), weight_dtype, workspace, "Symmetrising")
-    for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
+    if not workspace.ranks.is_first:
+        return
+    for path in folder.glob("weights.*"):
         if _is_nearly_uniform(map_spill(folder, "weights")):
             path.unlink()
 
@@ -379,7 +431,7 @@ def write_rows(
 ) -> None:
     """Write a :class:`SymmetricGraph` to ``folder``, with as many rows at a time as fit in memory.
 
-    All ranks of the workspace call it. Each fills rows with about the same number of entries.
+    All ranks of the workspace call the function. Each rank fills rows with about the same number of entries.
 
     Args:
         folder: Folder of the files, see :meth:`SymmetricGraph.open`.
@@ -393,32 +445,40 @@ def write_rows(
         ConfigError: the memory is too small for the arrays of nodes, or for one row.
     """
     num_rows = len(starts) - 1
-    dtype = np.dtype(id_dtype(len(starts) - 1))
-    entry_bytes = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
+    dtype = np.dtype(id_dtype(num_rows))
+    weighted = weight_dtype is not None
+    entry_bytes = dtype.itemsize
+    if weighted:
+        entry_bytes += np.dtype(weight_dtype).itemsize
+
+    # Entries of a range that fit in memory beside the arrays of nodes.
     largest = int(np.diff(starts).max(initial=0))
     min_bytes = entry_bytes * max(int(starts[-1]) // _MAX_PASSES, largest)
     purpose = f"a graph of {num_rows} nodes of up to {largest} neighbours"
-    step = workspace.remaining(2 * NODE_BYTES * num_rows, min_bytes, purpose) // entry_bytes
+    free_bytes = workspace.remaining(2 * NODE_BYTES * num_rows, min_bytes, purpose)
+    step = free_bytes // entry_bytes
     position = np.full(num_rows, -1, dtype=np.int64)
     ranks = workspace.ranks
-    bounds = np.searchsorted(starts, starts[-1] * np.arange(1, ranks.count) // ranks.count)
-    first, end = [0, *bounds.tolist(), num_rows][ranks.rank : ranks.rank + 2]
+    first, end = _get_rank_rows(starts, ranks.rank, ranks.count)
     with (
         join_rank_pieces(folder, ranks) as piece,
         progress(label, end - first, enabled=ranks.is_first and num_rows >= SHOWN_FROM) as advance,
     ):
         indptr = spill(piece, "indptr", np.int64, [np.zeros(int(ranks.is_first))])
         all_indices = spill(piece, "indices", dtype)
-        all_weights = None if weight_dtype is None else spill(piece, "weights", weight_dtype)
+        all_weights = spill(piece, "weights", weight_dtype) if weighted else None
         while first < end:
             last = int(np.searchsorted(starts, starts[first] + step, side="right")) - 1
+            # A range has at least one row, and ends with the rows of this rank.
             last = min(max(last, first + 1), end)
             local_starts = starts[first : last + 1] - starts[first]
-            indices = np.empty(local_starts[-1], dtype)
-            weights = np.ones(0 if weight_dtype is None else local_starts[-1], weight_dtype)
+            num_entries = local_starts[-1]
+            indices = np.empty(num_entries, dtype)
+            weights = np.ones(num_entries if weighted else 0, weight_dtype)
             fill(first, last, local_starts[:-1].copy(), indices, weights)
+
             num_written = all_indices.num_rows
-            size = _merge(local_starts, indices, weights, weight_dtype is not None, position, num_written)
+            size = _merge(local_starts, indices, weights, weighted, position, num_written)
             all_indices.append(indices[:size])
             if all_weights is not None:
                 all_weights.append(weights[:size])
@@ -428,6 +488,14 @@ def write_rows(
 
             # The arrays of this range are freed before those of the next range are allocated.
             del indices, weights
+
+
+def _get_rank_rows(starts: Array, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the first and the end row of ``rank``. All ranks have about the same number of entries."""
+    num_entries = starts[-1]
+    inner_bounds = np.searchsorted(starts, num_entries * np.arange(1, num_ranks) // num_ranks)
+    bounds = [0, *inner_bounds.tolist(), len(starts) - 1]
+    return bounds[rank], bounds[rank + 1]
 
 
 def first_ids(graph: RawGraph) -> dict[str, int]:
@@ -440,15 +508,20 @@ def _is_nearly_uniform(weights: Array) -> bool:
     # Weights that are equal for 99 % of the pairs take memory and hardly change the cut.
     if len(weights) == 0:
         return True
-    commonest = int(np.median(weights[:: max(len(weights) // 1000, 1)]))
-    num_others = sum(int(np.count_nonzero(weights[piece] != commonest)) for piece in pieces(len(weights)))
-    return num_others <= len(weights) // 100
+    # About 1,000 samples are enough to tell the weight of 99 % of the pairs.
+    samples = weights[:: max(len(weights) // 1000, 1)]
+    commonest = int(np.median(samples))
+    num_different = 0
+    for rows in iterate_slices(len(weights)):
+        num_different += int(np.count_nonzero(weights[rows] != commonest))
+    return num_different <= len(weights) // 100
 
 
 @njit(cache=True, nogil=True)
 def _count(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array) -> None:
     for e in range(len(src)):
-        u, v = src[e] + first_src, dst[e] + first_dst
+        u = src[e] + first_src
+        v = dst[e] + first_dst
         if u != v:
             indptr[u + 2] += 1
             indptr[v + 2] += 1
@@ -456,10 +529,19 @@ def _count(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array
 
 @njit(cache=True, nogil=True)
 def _fill(
-    src: Array, dst: Array, first_src: int, first_dst: int, first: int, last: int, free: Array, indices: Array
+    src: Array,
+    dst: Array,
+    first_src: int,
+    first_dst: int,
+    first: int,
+    last: int,
+    free: Array,
+    indices: Array,
 ) -> None:
+    # An edge is written to both of its rows, as far as they are in the range.
     for e in range(len(src)):
-        u, v = src[e] + first_src, dst[e] + first_dst
+        u = src[e] + first_src
+        v = dst[e] + first_dst
         if u != v:
             if first <= u < last:
                 indices[free[u - first]] = v
@@ -475,7 +557,8 @@ def _merge(
 ) -> int:
     """Merge repeated neighbours in place, compact the rows, and return the number of remaining entries.
 
-    ``position`` has the last position of each neighbour, counting entries of earlier calls.
+    ``position`` has the last position of each neighbour. Positions count the ``offset`` entries of earlier
+    calls.
     """
     num_written = 0
     begin = indptr[0]
@@ -499,7 +582,6 @@ def _merge(
 
         begin = end
         indptr[u + 1] = num_written
-
     return num_written
 
 
@@ -508,7 +590,8 @@ def induced_graph(
 ) -> RawGraph:
     """Return the renumbered subgraph of ``nodes``, (K,) int64 ascending ids over all types.
 
-    It only has the node columns of ``constraints``. With a ``workspace`` its edges are memory-mapped.
+    The subgraph has only the node columns of ``constraints``. With a ``workspace`` its edges are
+    memory-mapped.
     """
     new_id = np.full(graph.total_nodes, -1, dtype=id_dtype(graph.total_nodes))
     num_nodes: dict[str, int] = {}
@@ -520,19 +603,21 @@ def induced_graph(
         rows = nodes[low:high] - first
         new_id[nodes[low:high]] = np.arange(len(rows))
         num_nodes[node_type] = len(rows)
-        columns = graph.node_data.get(node_type, {})
-        node_data[node_type] = {
-            n: v[rows] for n, v in columns.items() if n in column_names and isinstance(v, np.ndarray)
-        }
+
+        node_data[node_type] = {}
+        for name, column in graph.node_data.get(node_type, {}).items():
+            if name in column_names and isinstance(column, np.ndarray):
+                node_data[node_type][name] = column[rows]
 
     def iterate_ends(edge_type: EdgeType, end: int) -> Iterator[Array]:
         # Views are used, because adding the first id to int32 ids may overflow.
         source_ids = new_id[first_id[edge_type[0]] :]
         destination_ids = new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
-        for piece in pieces(max(len(src), 1), 1 << 17):
-            ends = np.stack([source_ids[src[piece]], destination_ids[dst[piece]]])
-            yield ends[end, (ends >= 0).all(axis=0)]
+        for edges in iterate_slices(max(len(src), 1), 1 << 17):
+            ends = np.stack([source_ids[src[edges]], destination_ids[dst[edges]]])
+            has_both_ends = (ends >= 0).all(axis=0)
+            yield ends[end, has_both_ends]
 
     makers = [partial(iterate_ends, edge_type, end) for edge_type in graph.edges for end in (0, 1)]
     ends = iter(concatenate_chunks(workspace, "edges", makers, 2 * graph.total_edges))

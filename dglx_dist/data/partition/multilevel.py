@@ -6,7 +6,6 @@ import importlib
 import io
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -29,36 +28,48 @@ _DGL_WEIGHTS = ("nodes", "degree")
 
 
 def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
-    """Return whether DGL's METIS supports the request. It has equal parts and no tolerances."""
-    tolerance = options.tolerance
-    tolerances = list(tolerance.values()) if isinstance(tolerance, Mapping) else [tolerance]
-    if options.target_weights is not None or any(t != DEFAULT_TOLERANCE for t in tolerances):
+    """Return whether DGL's METIS supports the request.
+
+    DGL's METIS has equal parts and no tolerances. It balances nodes, in-degrees and columns of 0 and 1.
+    """
+    if options.target_weights is not None:
         return False
-    columns = zip(weights.names, weights.columns, strict=True)
-    return all(name in _DGL_WEIGHTS or column.max(initial=0) <= 1 for name, column in columns)
+    for constraint in options.constraints:
+        if options.tolerance_of(constraint) != DEFAULT_TOLERANCE:
+            return False
+    for name, column in zip(weights.names, weights.columns, strict=True):
+        if name not in _DGL_WEIGHTS and column.max(initial=0) > 1:
+            return False
+    return True
 
 
 def part_graph_with_dgl(
     symmetric: SymmetricGraph, options: PartitionOptions, weights: BalanceWeights
 ) -> Array:
     """Return (N,) int32 parts by DGL's METIS, with one initial partition, one refinement and a fixed seed."""
+    # Nodes with equal values in all other columns become one node type.
     node_types = np.zeros(symmetric.num_nodes, dtype=np.int64)
     for name, column in zip(weights.names, weights.columns, strict=True):
         if name not in _DGL_WEIGHTS:
             node_types = node_types * 2 + column
+
     dgl = importlib.import_module("dgl")
     torch = importlib.import_module("torch")
-    csc = tuple(torch.from_numpy(a) for a in (symmetric.indptr, symmetric.indices.astype(np.int64)))
-    homogeneous = dgl.graph(("csc", (*csc, torch.empty(0, dtype=torch.int64))))
+    balance_ntypes = None
+    if node_types.any():
+        _, type_ids = np.unique(node_types, return_inverse=True)
+        balance_ntypes = torch.from_numpy(type_ids)
+    indptr = torch.from_numpy(symmetric.indptr)
+    indices = torch.from_numpy(symmetric.indices.astype(np.int64))
+    no_edge_ids = torch.empty(0, dtype=torch.int64)
+    homogeneous = dgl.graph(("csc", (indptr, indices, no_edge_ids)))
 
     # DGL prints the time of each step, which is suppressed.
     with contextlib.redirect_stdout(io.StringIO()):
         parts = dgl.metis_partition_assignment(
             homogeneous,
             len(weights.shares),
-            balance_ntypes=torch.from_numpy(np.unique(node_types, return_inverse=True)[1])
-            if node_types.any()
-            else None,
+            balance_ntypes=balance_ntypes,
             balance_edges="degree" in weights.names,
             objtype=options.objective,
         )
@@ -91,30 +102,40 @@ def part_graph(
 ) -> Array:
     """Return (N,) int32 parts by METIS_PartGraphKway of the shared library ``path``, without the GIL.
 
-    Neighbour ids of another dtype than int64 are copied. Columns of ``weights`` that are all 0 are left out.
+    Neighbour ids are copied unless they are int64. Columns of ``weights`` that are all 0 are left out.
     Raises ConfigError if METIS failed.
     """
     library = ctypes.CDLL(path)
-    used = [c for c, column in enumerate(weights.columns) if column.any()]
     num_nodes = graph.num_nodes
+    used = [c for c, column in enumerate(weights.columns) if column.any()]
     num_constraints = max(len(used), 1)
+    used_names = [weights.names[c] for c in used]
     node_weights = None
-    if len(used) > 1 or (used and weights.names[used[0]] != "nodes"):
-        node_weights = np.stack([weights.columns[c] for c in used], axis=1)
-        node_weights = np.ascontiguousarray(node_weights, dtype=np.int64)
+    # Without node weights, METIS balances the number of nodes.
+    if used_names not in ([], ["nodes"]):
+        columns = [weights.columns[c] for c in used]
+        node_weights = np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
     indices = graph.indices.astype(np.int64, copy=False)
-    edge_weights = None if graph.edge_weights is None else graph.edge_weights.astype(np.int64, copy=False)
+    edge_weights = graph.edge_weights
+    if edge_weights is not None:
+        edge_weights = edge_weights.astype(np.int64, copy=False)
 
     # METIS 5 in pymetis has 32-bit reals. It takes one share per (part, constraint), and one tolerance per
     # constraint.
     shares = np.repeat(weights.shares.astype(np.float32), num_constraints)
-    tolerances = np.ones(num_constraints, dtype=np.float32)
-    tolerances += weights.tolerance[used].astype(np.float32) if used else np.float32(0.05)
+    tolerances = np.full(num_constraints, 1 + np.float32(DEFAULT_TOLERANCE), dtype=np.float32)
+    if used:
+        tolerances = np.float32(1) + weights.tolerance[used].astype(np.float32)
     parts = np.empty(num_nodes, dtype=np.int64)
     cut = ctypes.c_int64()
     code = library.METIS_PartGraphKway(
-        *(ctypes.byref(ctypes.c_int64(n)) for n in (num_nodes, num_constraints)),
-        *(_get_address(a) for a in (graph.indptr, indices, node_weights, None, edge_weights)),
+        ctypes.byref(ctypes.c_int64(num_nodes)),
+        ctypes.byref(ctypes.c_int64(num_constraints)),
+        _get_address(graph.indptr),
+        _get_address(indices),
+        _get_address(node_weights),
+        None,  # Sizes for the communication volume, which are equal for all nodes.
+        _get_address(edge_weights),
         ctypes.byref(ctypes.c_int64(len(weights.shares))),
         _get_address(shares),
         _get_address(tolerances),
@@ -147,7 +168,9 @@ def _make_metis_options(
 
 
 def _get_address(array: Array | None) -> ctypes.c_void_p | None:
-    return None if array is None else array.ctypes.data_as(ctypes.c_void_p)
+    if array is None:
+        return None
+    return array.ctypes.data_as(ctypes.c_void_p)
 
 
 class _Multilevel(Partitioner):
@@ -155,8 +178,10 @@ class _Multilevel(Partitioner):
     _dtype: ClassVar[Any] = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        # The graph before symmetrisation has half of the entries, and may have parallel edges to count.
         def count_bytes(weights: BalanceWeights) -> int:
-            return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
+            num_weights = len(weights.columns)
+            return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights)
 
         return assign_balanced(
             self,
@@ -173,8 +198,9 @@ class _Multilevel(Partitioner):
         workspace = self.workspace
         if workspace is None:
             return self._compute_with_progress(seed, symmetric, weights)
-        num_weights = len(weights.columns)
+            return self._compute_with_progress(seed, symmetric, weights)
 
+        num_weights = len(weights.columns)
         # Each balance weight is a column of one int64 per node, which stays in memory.
         workspace_beside_columns = workspace.with_reserved(8 * num_weights * symmetric.num_nodes)
 
@@ -207,13 +233,13 @@ class _Multilevel(Partitioner):
 class Metis(_Multilevel):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
 
-    It supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``.
-    With ``fast`` it uses DGL's own build of METIS like DistDGL, with one initial partition and one refinement
-    pass. If that build does not support the options, it uses one refinement pass instead of ten.
+    This method supports any number of constraints, a tolerance for each, target weights, the objective and
+    ``fast``. With ``fast`` it uses DGL's build of METIS like DistDGL, with one initial partition and one
+    refinement pass. If DGL's build does not support the options, it uses one refinement pass instead of ten.
 
     Nodes of parts that exceed their tolerance are moved afterwards. Remaining excess is logged and listed in
-    ``parameters["missed"]``. It takes about 200 bytes per directed edge. For graphs larger than memory see
-    :mod:`.semi_external`.
+    ``parameters["missed"]``. The method takes about 200 bytes per directed edge. For graphs larger than
+    memory see :mod:`.semi_external`.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})
@@ -250,12 +276,15 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
     elif graph.edge_weights.itemsize == 4:
         version |= SHORT_EDGE_WEIGHTS
 
-    version |= NO_NODE_WEIGHTS if node_weights is None else 0
-    version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
-    first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
+    if node_weights is None:
+        version |= NO_NODE_WEIGHTS
+    if graph.indices.itemsize == 4:
+        version |= SHORT_NODE_IDS
+
+    offset = _HEADER_BYTES + len(graph.indptr) * 8
     with path.open("wb") as file:
         write_array(file, np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64))
-        write_array(file, graph.indptr * graph.indices.itemsize + first_neighbour)
+        write_array(file, graph.indptr * graph.indices.itemsize + offset)
         for array in (graph.indices, node_weights, graph.edge_weights):
             if array is not None:
                 write_array(file, array)
@@ -274,24 +303,30 @@ class Kaminpar(_Multilevel):
 
     @staticmethod
     def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
-        return 150 * num_nodes + (28 if has_weights else 16) * num_entries
+        entry_bytes = 28 if has_weights else 16
+        return 150 * num_nodes + entry_bytes * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
         library = importlib.import_module("kaminpar")
-        workspace = self.workspace
-        node_weights = None if weights.names == ("nodes",) else weights.columns[0]
+        node_weights = None
+        if weights.names != ("nodes",):
+            node_weights = weights.columns[0]
 
         # The Python binding only reads graphs from files. A file in shared memory costs one copy.
-        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        in_memory = tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder)
-        with in_memory if workspace is None else partial_folder(workspace.folder / "kaminpar") as scratch:
+        folder: contextlib.AbstractContextManager[str | Path]
+        if self.workspace is None:
+            parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+            folder = tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=parent)
+        else:
+            folder = partial_folder(self.workspace.folder / "kaminpar")
+        with folder as scratch:
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)
-            loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
+            kaminpar_graph = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
 
         context = library.fast_context() if self.options.fast else library.default_context()
         library.reseed(seed % 2**31)
         partitioner = library.KaMinPar(self.options.threads, context)
         capacities = np.floor(weights.capacities()[0]).astype(np.int64)
-        parts = partitioner.compute_partition(loaded, max_block_weights=capacities.tolist())
+        parts = partitioner.compute_partition(kaminpar_graph, max_block_weights=capacities.tolist())
         return np.fromiter(parts, dtype=np.int32, count=graph.num_nodes)

@@ -13,7 +13,7 @@ from dglx_dist.data.partition.graph_views import (
     SymmetricGraph,
     assign_parts,
     balance_weights,
-    pieces,
+    iterate_slices,
 )
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError, DatasetError
@@ -40,13 +40,15 @@ class Contiguous(Partitioner):
 def cut_ranges(weights: Array, shares: Array) -> Array:
     """Return (N,) int32 ascending parts for (N,) int64 ``weights``, close to the (P,) ``shares``.
 
-    A node is assigned by its middle in the cumulative weights, so each end of a range is off by at most half
+    A node is assigned by its middle in the cumulative weights. So each end of a range is off by at most half
     a node.
     """
+    if len(weights) == 0:
+        return np.empty(0, dtype=np.int32)
     middles = np.cumsum(weights, dtype=np.float64)
-    borders = np.cumsum(shares)[:-1] * (middles[-1] if len(middles) else 0.0)
+    borders = np.cumsum(shares)[:-1] * middles[-1]
     parts = np.empty(len(weights), dtype=np.int32)
-    for rows in pieces(len(weights)):
+    for rows in iterate_slices(len(weights)):
         middles[rows] -= weights[rows] / 2.0
         parts[rows] = np.searchsorted(borders, middles[rows], side="right")
     return parts
@@ -69,7 +71,7 @@ class Hash(_ByHash):
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
     """Return the (N,) int32 splitmix64(id) mod P of the ids 0..N-1."""
     parts = np.empty(num_nodes, dtype=np.int32)
-    for rows in pieces(num_nodes):
+    for rows in iterate_slices(num_nodes):
         ids = np.arange(rows.start, rows.stop, dtype=np.uint64)
         parts[rows] = splitmix64(ids) % np.uint64(num_parts)
     return parts
@@ -117,8 +119,8 @@ class File(Partitioner):
         if is_outside.any():
             row = int(np.argmax(is_outside))
             raise DatasetError(
-                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
-                f"{int(parts.max()) + 1} parts or correct it"
+                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; "
+                f"use {int(parts.max()) + 1} parts or correct it"
             )
 
         return assign_parts(self, graph, num_parts, seed, parts, file=path.name)
@@ -183,7 +185,6 @@ def _order_breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
                     is_seen[v] = True
                     order[num_found] = v
                     num_found += 1
-
     return order
 
 
@@ -198,13 +199,16 @@ class _Streaming(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-            # A graph on disk is read in the order of the file.
             on_disk = isinstance(symmetric.indices, np.memmap)
             num_nodes = graph.total_nodes
             if on_disk and self.workspace is not None:
                 num_bytes = (24 + 16 * len(weights.columns)) * num_nodes
                 self.workspace.remaining(num_bytes, 0, f"placing {num_nodes} nodes by all weights")
-            order = None if on_disk else stream_order(symmetric, seed)
+
+            # A graph on disk is read in the order of the file.
+            order = None
+            if not on_disk:
+                order = stream_order(symmetric, seed)
             fennel = isinstance(self, Fennel)
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
@@ -237,11 +241,12 @@ def stream(
 ) -> Array:
     """Return (N,) int32 parts. Nodes are assigned one by one, by LDG, or by Fennel with ``fennel``.
 
-    ``order`` has the (N,) int64 nodes in the order of their assignment. None is the order of their ids. Each
-    of ``passes`` after the first assigns all nodes again by the current parts of their neighbours (Nishimura
-    and Ugander, "Restreaming Graph Partitioning", KDD 2013).
+    ``order`` has the (N,) int64 nodes in the order of their assignment. None is the order of their ids. The
+    first of ``passes`` assigns all nodes. Each further pass assigns all nodes again, by the parts that their
+    neighbours have by then (Nishimura and Ugander, "Restreaming Graph Partitioning", KDD 2013).
     """
-    order = np.arange(graph.num_nodes) if order is None else order
+    if order is None:
+        order = np.arange(graph.num_nodes)
     part = np.full(graph.num_nodes, -1, dtype=np.int32)
     matrix = weights.matrix()
     capacity = np.ascontiguousarray(weights.capacities().T)
@@ -261,7 +266,8 @@ def _stream(
     fennel: bool,
     part: Array,
 ) -> None:
-    (num_parts, num_weights), num_nodes = capacity.shape, max(len(order), 1)
+    num_parts, num_weights = capacity.shape
+    num_nodes = max(len(order), 1)
     # The size of a part is measured in nodes of mean weight, relative to an equal share. So Fennel's constant
     # alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares. If there are several
     # weights, the largest size counts.
@@ -269,6 +275,7 @@ def _stream(
     mean_weight = np.empty(num_weights)
     for c in range(num_weights):
         mean_weight[c] = max(weights[:, c].sum() / num_nodes, 1e-9)
+
     load = np.zeros((num_parts, num_weights))
     links = np.zeros(num_parts)
     for u in order:
@@ -278,6 +285,7 @@ def _stream(
             if p >= 0:
                 links[p] += 1
 
+        # fill has the node added, and used has not. The best part is the emptier one of equal scores.
         best, best_score, best_fill = -1, -np.inf, np.inf
         emptiest, emptiest_fill = 0, np.inf
         for p in range(num_parts):
@@ -291,6 +299,7 @@ def _stream(
                 emptiest, emptiest_fill = p, fill
             if fill > 1.0:
                 continue
+
             score = links[p] - alpha * GAMMA * np.sqrt(size) if fennel else links[p] * (1.0 - used)
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill

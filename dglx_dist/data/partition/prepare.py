@@ -27,7 +27,7 @@ from dglx_dist.data.external_memory import (
 )
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionPlan
-from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_node_column, pieces
+from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_node_column, iterate_slices
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
@@ -64,51 +64,61 @@ def open_work(
 ) -> Iterator[Workspace | None]:
     """Open the workspace to partition the ``spec`` of :func:`load_graph`, or None if memory is not limited.
 
-    It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`. All
-    ``ranks`` share the work with ``plan.memory`` each. By default it is this process only.
+    The workspace is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see
+    :func:`open_workspace`. All ``ranks`` share the work with ``plan.memory`` each. By default this process
+    works alone.
     """
     if plan.memory is None:
         yield None
         return
+
     path = Path(spec).expanduser()
-    is_dataset = (path / MANIFEST).is_file()
-    source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _read_stamps(path)]
+    source: list[object] = [str(spec), options, _read_stamps(path)]
+    if (path / MANIFEST).is_file():
+        source = [read_manifest(path).checksum]
     with _open_plan_workspace(folder, plan, source, ranks) as workspace:
         yield workspace
 
 
 def _read_stamps(path: Path) -> list[tuple[str, int, int]]:
-    files = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path]
-    stats = {file: file.stat() for file in files if file.is_file()}
-    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
+    """Return name, size and time of change of the file ``path``, or of all files in the folder ``path``."""
+    paths = [path]
+    if path.is_dir():
+        paths += sorted(path.rglob("*"))
+
+    stamps = []
+    for file in paths:
+        if file.is_file():
+            stat = file.stat()
+            stamps.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return stamps
 
 
 def _open_plan_workspace(
     folder: Path, plan: PartitionPlan, source: object, ranks: Ranks | None = None
 ) -> AbstractContextManager[Workspace]:
-    settings = {
-        "graph": source,
-        **{
-            plan_field.name: getattr(plan, plan_field.name)
-            for plan_field in fields(plan)
-            if plan_field.name not in _NOT_OF_RESULT
-        },
-        "method": plan.partitioner,
-        "file": _read_stamps(Path(plan.options.file)) if plan.options.file else [],
-        "version": version("dglx_dist"),
-    }
+    """Open the workspace of a partitioning of ``source``. A later call resumes it if no setting differs."""
     assert plan.memory is not None, "checked by the caller"
+    settings: dict[str, object] = {"graph": source}
+    for plan_field in fields(plan):
+        if plan_field.name not in _SETTINGS_WITHOUT_EFFECT:
+            settings[plan_field.name] = getattr(plan, plan_field.name)
+    settings["method"] = plan.partitioner
+    settings["file"] = _read_stamps(Path(plan.options.file)) if plan.options.file else []
+    settings["version"] = version("dglx_dist")
+
     target = folder.absolute()
     work = (plan.scratch or target.parent) / f"{target.name}.work"
     if work.resolve().is_relative_to(target.resolve()):
         raise ConfigError(f"scratch {plan.scratch} is in {folder}, the folder to write; choose another place")
-    return open_workspace(
-        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory), ranks
-    )
+    texts = {name: repr(value) for name, value in settings.items()}
+    return open_workspace(work, texts, read_size(plan.memory), ranks)
 
 
-_NOT_OF_RESULT = ("memory", "scratch", "overwrite")
-_PREPARED = ("add_reverse_edges", "add_self_loops", "normalize_features")
+_SETTINGS_WITHOUT_EFFECT = ("memory", "scratch", "overwrite")
+"""Fields of the plan that do not change the result."""
+_PREPARATIONS = ("add_reverse_edges", "add_self_loops", "normalize_features")
+"""Fields of the plan that change the graph before it is partitioned."""
 
 
 def load_graph(
@@ -119,14 +129,16 @@ def load_graph(
     Edges of a dataset are in their stored order. With a ``workspace``, arrays of edges are memory-mapped. For
     errors see :func:`load_dataset`.
     """
-    if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
-        folder = Path(spec).expanduser()
-        if options:
-            raise ConfigError(
-                f"{folder} is a dataset and has no option {next(iter(options))!r}; leave it out"
-            )
-        return load_raw_graph(open_dataset(folder), workspace)
-    return load_dataset(spec, workspace=workspace, **options)
+    if not isinstance(spec, (str, os.PathLike)):
+        return load_dataset(spec, workspace=workspace, **options)
+    folder = Path(spec).expanduser()
+    if not (folder / MANIFEST).is_file():
+        return load_dataset(spec, workspace=workspace, **options)
+
+    if options:
+        option_name = next(iter(options))
+        raise ConfigError(f"{folder} is a dataset and has no option {option_name!r}; leave it out")
+    return load_raw_graph(open_dataset(folder), workspace)
 
 
 def partition_to_disk(
@@ -140,15 +152,15 @@ def partition_to_disk(
 ) -> PartitionQuality:
     """Partition ``graph`` and write it atomically to ``folder``.
 
-    One process calls it, or all ranks of ``workspace``.
+    One process calls the function, or all ranks of ``workspace``.
 
     Args:
         weights: (N,) non-negative numbers by name, for ``plan.options.balance``. They are not written. The
             graph must have one node type.
-        workspace: Workspace of :func:`open_work` in which the graph was loaded. Without it, and with limited
-            ``plan.memory``, one is opened with the content of the graph as its key.
+        workspace: Workspace of :func:`open_work` in which the graph was loaded. If there is none but
+            ``plan.memory`` is limited, a workspace is opened with the content of the graph as its key.
         write_columns: Called with the finished dataset if the partitioner stores features by column
-            (``feature``). Its StorageError is logged. Training writes missing columns.
+            (``feature``). If it raises StorageError, the error is logged. Training writes missing columns.
 
     Returns:
         Quality of the partition, which is also in the manifest.
@@ -160,7 +172,8 @@ def partition_to_disk(
     target = Path(folder)
     check_target(target, plan.overwrite)
     if plan.memory is not None and workspace is None:
-        with _open_plan_workspace(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
+        source = [content_key(graph, plan), *sorted(weights or {})]
+        with _open_plan_workspace(target, plan, source) as opened:
             return partition_to_disk(
                 graph, target, plan, weights=weights, workspace=opened, write_columns=write_columns
             )
@@ -168,10 +181,11 @@ def partition_to_disk(
     if workspace is not None:
         # Placing nodes takes hours, so too little memory is reported before.
         sorting_budget(graph, workspace.budget)
-    is_first = workspace is None or workspace.ranks.is_first
     for etype in graph.edges:
-        # Compiled code uses the ids unchecked.
+        # Compiled code does not check ids before it uses them as indices.
         check_ends(graph, etype)
+
+    is_first = workspace is None or workspace.ranks.is_first
     graph = _prepare(graph, plan, workspace)
     weighted_graph = _add_weights(graph, weights or {})
     split = _partition(weighted_graph, plan, workspace)
@@ -179,46 +193,59 @@ def partition_to_disk(
         _warn(graph, split.quality)
     if split.trainers is not None:
         graph = with_trainer_ids(graph, split.trainers, workspace)
+
     if plan.format == "dgl":
         # This module imports dgl and torch, which other formats do not need.
         from dglx_dist.data.storage.dgl_format import write_dgl_format
 
         write_dgl_format(graph, split.parts, target, feature_dtype=plan.feature_dtype)
-    else:
-        figures = asdict(split.quality)
-        if split.of_trainers is not None:
-            figures["trainers"] = split.of_trainers
-        if preparations := {name: getattr(plan, name) for name in _PREPARED if getattr(plan, name)}:
-            parameters = {**split.parts.parameters, **preparations}
-            split = replace(split, parts=replace(split.parts, parameters=parameters))
-        write_dataset(
-            graph,
-            split.parts,
-            target,
-            quality=figures,
-            overwrite=plan.overwrite,
-            feature_dtype=plan.feature_dtype,
-            workspace=workspace,
-        )
+        return split.quality
 
-        if is_first and write_columns and split.parts.parameters.get(FEATURES) == COLUMNS:
-            try:
-                write_columns(open_dataset(target, verify="never"), split.parts.num_parts)
-            except StorageError as error:
-                log.warning("%s", error)
-
+    _write_dataset(graph, split, target, plan, workspace)
+    if is_first and write_columns and split.parts.parameters.get(FEATURES) == COLUMNS:
+        try:
+            write_columns(open_dataset(target, verify="never"), split.parts.num_parts)
+        except StorageError as error:
+            log.warning("%s", error)
     return split.quality
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
+    """Assignment and quality of the parts, and of their trainers if parts are split again."""
+
     parts: Assignment
     quality: PartitionQuality
     trainers: Assignment | None = None
     of_trainers: Mapping[str, object] | None = None
+    """Figures of the quality of the trainers' assignment."""
+
+
+def _write_dataset(
+    graph: RawGraph, split: _Split, folder: Path, plan: PartitionPlan, workspace: Workspace | None
+) -> None:
+    figures = asdict(split.quality)
+    if split.of_trainers is not None:
+        figures["trainers"] = split.of_trainers
+
+    parameters = dict(split.parts.parameters)
+    for name in _PREPARATIONS:
+        if getattr(plan, name):
+            parameters[name] = getattr(plan, name)
+
+    write_dataset(
+        graph,
+        replace(split.parts, parameters=parameters),
+        folder,
+        quality=figures,
+        overwrite=plan.overwrite,
+        feature_dtype=plan.feature_dtype,
+        workspace=workspace,
+    )
 
 
 def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+    """Return the split of ``graph``, which a ``workspace`` stores as a stage. All its ranks call this."""
     if workspace is None:
         return _assign(graph, plan, None)
     # The owners of nodes are a stage. The stages from which they are made are not needed again.
@@ -236,28 +263,34 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+    """Return the split, or a better one if the training nodes of a graph are far from balanced."""
     split = _assign_once(graph, plan, workspace)
-    balanced_plan = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
-    partitioner_class = PARTITIONERS.get(balanced_plan.partitioner)
-    can_balance = (
-        "balance" in partitioner_class.honours
-        and partitioner_class.max_constraints is None
-        and plan.options.threads == 1
-    )
-    if plan.options.balance or not can_balance or "train" not in _find_imbalances(graph, split.quality):
+    if plan.options.balance or "train" not in _find_imbalances(graph, split.quality):
         return split
-    if workspace is not None:
-        workspace = replace(workspace, folder=workspace.folder / "balanced.work")
+
+    # A second result with balanced training nodes is computed, if a method can balance them reproducibly.
+    balanced_plan = replace(plan, options=replace(plan.options, balance=("train",)))
+    partitioner_class = PARTITIONERS.get(balanced_plan.partitioner)
+    balances_several = partitioner_class.max_constraints is None
+    if "balance" not in partitioner_class.honours or not balances_several or plan.options.threads != 1:
+        return split
+
+    share = split.quality.balance["train"]
     if workspace is None or workspace.ranks.is_first:
-        imbalance = split.quality.balance["train"]
         log.warning(
             "with %s the fullest part has %.2f times its share of the training nodes; partitioning again "
             "with %s and balance train, and keeping the better result (balance nodes keeps the first)",
-            *(plan.partitioner, imbalance, balanced_plan.partitioner),
+            plan.partitioner,
+            share,
+            balanced_plan.partitioner,
         )
 
-    retry = _assign_once(graph, balanced_plan, workspace)
-    return retry if retry.quality.balance["train"] < split.quality.balance["train"] else split
+    if workspace is not None:
+        workspace = replace(workspace, folder=workspace.folder / "balanced.work")
+    balanced_split = _assign_once(graph, balanced_plan, workspace)
+    if balanced_split.quality.balance["train"] < share:
+        return balanced_split
+    return split
 
 
 def _assign_once(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
@@ -276,40 +309,54 @@ def _assign_once(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | No
 
 
 def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
+    """Write the split to ``folder``: the owners as arrays, and all other fields as JSON."""
     record: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
     for name, assignment in (("parts", split.parts), ("trainers", split.trainers)):
-        record[name] = assignment and {**vars(assignment), "part_of": None}
+        if assignment is None:
+            record[name] = None
+            continue
+        record[name] = {**vars(assignment), "part_of": None}
         for i, ntype in enumerate(graph.num_nodes):
-            if assignment is not None:
-                spill(folder, f"{name}{i}", np.int32, [assignment.part_of[ntype]])
+            spill(folder, f"{name}{i}", np.int32, [assignment.part_of[ntype]])
     (folder / "split.json").write_text(json.dumps(record))
 
 
 def _load_split(graph: RawGraph, folder: Path) -> _Split:
     record = json.loads((folder / "split.json").read_text())
     for name in ("parts", "trainers"):
-        if record[name] is not None:
-            owners = [np.array(map_spill(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
-            part_of = dict(zip(graph.num_nodes, owners, strict=True))
-            record[name] = Assignment(**{**record[name], "part_of": part_of})
+        if record[name] is None:
+            continue
+        # The arrays are copied, because the stage may be deleted while they are in use.
+        owners = [np.array(map_spill(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
+        record[name]["part_of"] = dict(zip(graph.num_nodes, owners, strict=True))
+        record[name] = Assignment(**record[name])
 
     quality: dict[str, Any] = record["quality"]
-    quality |= {key: tuple(value) for key, value in quality.items() if isinstance(value, list)}
-    return _Split(**{**record, "quality": PartitionQuality(**quality)})
+    for name, value in quality.items():
+        if isinstance(value, list):  # JSON has no tuples.
+            quality[name] = tuple(value)
+    record["quality"] = PartitionQuality(**quality)
+    return _Split(**record)
 
 
 _MAX_IMBALANCE = 1.5
+"""Largest balance of a split without a warning."""
 
 
 def _find_imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
-    """Return the balance of splits with a part that has far more nodes than its share without need."""
-    imbalances = {}
+    """Return the balance of each split of nodes with a part that has far more nodes than it needs to have."""
+    imbalances: dict[str, float] = {}
+    if quality.num_parts == 1:
+        return imbalances
     for name, ratio in quality.balance.items():
-        if name in MASKS and quality.num_parts > 1:
-            (_, column), *_ = constraint_columns(graph, name)
-            share = max(int(column.sum()), 1) / quality.num_parts
-            if ratio > max(_MAX_IMBALANCE, math.ceil(share) / share):
-                imbalances[name] = ratio
+        if name not in MASKS:
+            continue
+        _, column = next(constraint_columns(graph, name))
+        share = max(int(column.sum()), 1) / quality.num_parts
+        # Nodes are indivisible, so that a small share may be exceeded by almost one node.
+        min_ratio = math.ceil(share) / share
+        if ratio > max(_MAX_IMBALANCE, min_ratio):
+            imbalances[name] = ratio
     return imbalances
 
 
@@ -321,13 +368,13 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
             len(quality.tolerance),
             100 * quality.edge_cut,
         )
-    if imbalances := _find_imbalances(graph, quality):
+    imbalances = _find_imbalances(graph, quality)
+    if imbalances:
+        texts = [f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in imbalances.items()]
         log.warning(
-            "the fullest part has %s, so other ranks will wait for its rank; add --balance %s, with metis, "
-            "ldg or fennel",
-            " and ".join(
-                f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in imbalances.items()
-            ),
+            "the fullest part has %s, so other ranks will wait for its rank; add --balance "
+            "%s, with metis, ldg or fennel",
+            " and ".join(texts),
             ",".join(imbalances),
         )
     if graph.is_homogeneous and _is_one_way(graph):
@@ -345,19 +392,23 @@ _CHUNK_ROWS = 1 << 18
 def _is_one_way(graph: RawGraph) -> bool:
     """Return whether most of 4,096 sampled edges of a homogeneous graph have no opposite edge."""
     ((src, dst),) = graph.edges.values()
-    sample = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLE_SIZE if len(src) else 0)
+    if len(src) == 0:
+        return False
+    sample = np.random.default_rng(0).integers(0, len(src), _SAMPLE_SIZE)
     sample = sample[src[sample] != dst[sample]]
     opposite = np.unique(_make_edge_keys(dst[sample], src[sample], graph.total_nodes))
     has_opposite = np.zeros(len(opposite), np.bool_)
-    for piece in pieces(len(src), _CHUNK_ROWS):
+    for rows in iterate_slices(len(src), _CHUNK_ROWS):
+        # If half of the opposite edges exist, the answer is known.
         if 2 * has_opposite.sum() >= len(has_opposite):
-            break
-        has_opposite |= np.isin(opposite, _make_edge_keys(src[piece], dst[piece], graph.total_nodes))
+            return False
+        has_opposite |= np.isin(opposite, _make_edge_keys(src[rows], dst[rows], graph.total_nodes))
 
     return bool(2 * has_opposite.sum() < len(has_opposite))
 
 
 def _make_edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
+    """Return (E,) int64 keys that are equal for edges with equal ends."""
     # In NumPy 1.26, int32 times an int64 scalar is int32 and overflows.
     keys = src.astype(np.int64)
     keys *= num_nodes
@@ -366,64 +417,79 @@ def _make_edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
 
 
 def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
+    """Return ``graph`` with the edges and features of the plan. Raise ConfigError if they do not exist."""
     # Options are checked before any stage is written. A command with other options could not resume it.
     if plan.normalize_features and not has_node_column(graph, FEATURE):
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave out --normalize-features")
     if plan.add_self_loops and not graph.is_homogeneous:
         raise ConfigError(
-            f"self-loops need a graph with one node type and one edge type, but {graph.name} has "
-            f"{len(graph.num_nodes)} and {len(graph.edges)}; leave out --add-self-loops, because models for "
-            "several types have a weight for a node's own row"
+            f"self-loops need a graph with one node type and one edge type, but {graph.name} "
+            f"has {len(graph.num_nodes)} and {len(graph.edges)}; leave out --add-self-loops, "
+            "because models for several types have a weight for a node's own row"
         )
 
     if plan.add_reverse_edges:
         graph = _add_reverse_edges(graph, workspace)
     if plan.add_self_loops:
         graph = _add_self_loops(graph, workspace)
-    return _normalize_features(graph, workspace) if plan.normalize_features else graph
+    if plan.normalize_features:
+        graph = _normalize_features(graph, workspace)
+    return graph
 
 
 def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
     if not graph.is_homogeneous:
-        name_of = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in graph.edges}
-        for etype, name in name_of.items():
-            if name in graph.edges:
-                raise ConfigError(
-                    f"reverse edges of {etype} already exist as {name}; leave out --add-reverse-edges"
-                )
-
-        edges = {name_of[etype]: (dst, src) for etype, (src, dst) in graph.edges.items()}
-        ids = {name_of[etype]: ids for etype, ids in graph.edge_ids.items()}
-        return replace(graph, edges={**graph.edges, **edges}, edge_ids={**graph.edge_ids, **ids})
-
+        return _add_reverse_types(graph)
     ((etype, (src, dst)),) = graph.edges.items()
-    if not len(src):
+    if len(src) == 0:
         return graph
+
     if workspace is not None:
-        columns = graph.edge_data.get(etype, {}).values()
-        row_bytes = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
+        row_bytes = 8
+        for column in graph.edge_data.get(etype, {}).values():
+            row_bytes = max(row_bytes, math.prod(column.shape[1:]) * column.dtype.itemsize)
         workspace.remaining((24 + row_bytes) * len(src), 0, "finding the edges without an opposite one")
 
-    forward = _make_edge_keys(src, dst, graph.total_nodes)
-    forward.sort()
-    rows_by_piece = []
-    for piece in pieces(len(src), _CHUNK_ROWS):
-        keys = _make_edge_keys(dst[piece], src[piece], graph.total_nodes)
-        positions = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
-        rows_by_piece.append(piece.start + np.flatnonzero(forward[positions] != keys))
+    existing_keys = _make_edge_keys(src, dst, graph.total_nodes)
+    existing_keys.sort()
+    lone_rows = []
+    for rows in iterate_slices(len(src), _CHUNK_ROWS):
+        opposite_keys = _make_edge_keys(dst[rows], src[rows], graph.total_nodes)
+        positions = np.searchsorted(existing_keys, opposite_keys)
+        positions = np.minimum(positions, len(existing_keys) - 1)
+        is_lone = existing_keys[positions] != opposite_keys
+        lone_rows.append(rows.start + np.flatnonzero(is_lone))
 
-    del forward
-    rows = np.concatenate(rows_by_piece)
-    del rows_by_piece
-    return _append_edges(graph, (dst[rows], src[rows]), rows, "reverse edges", workspace)
+    # The keys take 8 bytes per edge, and appending needs the memory.
+    del existing_keys
+    new_rows = np.concatenate(lone_rows)
+    del lone_rows
+    return _append_edges(graph, (dst[new_rows], src[new_rows]), new_rows, "reverse edges", workspace)
+
+
+def _add_reverse_types(graph: RawGraph) -> RawGraph:
+    """Return ``graph`` with a new edge type for each edge type, with source and destination swapped."""
+    edges = dict(graph.edges)
+    edge_ids = dict(graph.edge_ids)
+    for etype, (src, dst) in graph.edges.items():
+        reverse_type = (etype[2], f"{etype[1]}{REVERSE}", etype[0])
+        if reverse_type in graph.edges:
+            raise ConfigError(
+                f"reverse edges of {etype} already exist as {reverse_type}; leave out --add-reverse-edges"
+            )
+        edges[reverse_type] = (dst, src)
+        if etype in graph.edge_ids:
+            edge_ids[reverse_type] = graph.edge_ids[etype]
+    return replace(graph, edges=edges, edge_ids=edge_ids)
 
 
 def _add_self_loops(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
     ((src, dst),) = graph.edges.values()
-    lacks = np.ones(graph.total_nodes, np.bool_)
-    for piece in pieces(len(src), _CHUNK_ROWS):
-        lacks[src[piece][src[piece] == dst[piece]]] = False
-    nodes = np.flatnonzero(lacks).astype(src.dtype, copy=False)
+    has_no_loop = np.ones(graph.total_nodes, np.bool_)
+    for rows in iterate_slices(len(src), _CHUNK_ROWS):
+        is_loop = src[rows] == dst[rows]
+        has_no_loop[src[rows][is_loop]] = False
+    nodes = np.flatnonzero(has_no_loop).astype(src.dtype, copy=False)
     return _append_edges(graph, (nodes, nodes), None, "self-loops", workspace)
 
 
@@ -434,30 +500,45 @@ def _append_edges(
     stage: str,
     workspace: Workspace | None,
 ) -> RawGraph:
-    """Append edges to a homogeneous ``graph``. They get the columns of the edges ``rows``, or 1."""
+    """Append edges to a homogeneous ``graph``, with the ends ``ends``.
+
+    New edges get the columns of the edges ``rows``, or columns of 1 if ``rows`` is None. They are in no split
+    of edges.
+    """
     ((etype, (src, dst)),) = graph.edges.items()
     columns = graph.edge_data.get(etype, {})
-    count = len(ends[0])
+    num_new = len(ends[0])
 
-    def join_rows(old: Array, new: Array | None, name: str = "") -> Iterator[Array]:
-        yield from (old[piece] for piece in pieces(max(len(old), 1), _CHUNK_ROWS))
-        if name in SPLITS:
-            new = np.zeros((count, *old.shape[1:]), old.dtype)
-        elif new is None:
-            new = np.ones((count, *old.shape[1:]), old.dtype) if rows is None else old[rows]
+    def join_rows(old: Array, new: Array) -> Iterator[Array]:
+        for chunk in iterate_slices(max(len(old), 1), _CHUNK_ROWS):
+            yield old[chunk]
         yield new.astype(old.dtype, copy=False)
 
+    def join_column(name: str, old: Array) -> Iterator[Array]:
+        if name in SPLITS:
+            new = np.zeros((num_new, *old.shape[1:]), old.dtype)
+        elif rows is None:
+            new = np.ones((num_new, *old.shape[1:]), old.dtype)
+        else:
+            new = old[rows]
+        return join_rows(old, new)
+
     makers = [partial(join_rows, src, ends[0]), partial(join_rows, dst, ends[1])]
-    makers += [partial(join_rows, column, None, name) for name, column in columns.items()]
+    makers += [partial(join_column, name, column) for name, column in columns.items()]
     if etype in graph.edge_ids:
-        makers.append(partial(join_rows, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
-    joined = concatenate_chunks(workspace, stage, makers, len(makers) * (len(src) + count))
-    data = zip(columns.items(), joined[2:], strict=False)
+        new_ids = np.arange(len(src), len(src) + num_new)
+        makers.append(partial(join_rows, graph.edge_ids[etype], new_ids))
+    arrays = concatenate_chunks(workspace, stage, makers, len(makers) * (len(src) + num_new))
+
+    # The workspace stores flat arrays.
+    edge_data = {}
+    for (name, old), new in zip(columns.items(), arrays[2:], strict=False):
+        edge_data[name] = new.reshape(-1, *old.shape[1:])
     return replace(
         graph,
-        edges={etype: (joined[0], joined[1])},
-        edge_data={etype: {name: new.reshape(-1, *old.shape[1:]) for (name, old), new in data}},
-        edge_ids={etype: joined[-1]} if etype in graph.edge_ids else {},
+        edges={etype: (arrays[0], arrays[1])},
+        edge_data={etype: edge_data},
+        edge_ids={etype: arrays[-1]} if etype in graph.edge_ids else {},
     )
 
 
@@ -480,12 +561,14 @@ def _normalize_features(graph: RawGraph, workspace: Workspace | None) -> RawGrap
 
 def _normalize_rows(column: Array) -> Iterator[Array]:
     row_size = max(1, math.prod(column.shape[1:]))
-    for piece in pieces(max(len(column), 1), max(1, _CHUNK_ROWS // row_size)):
-        rows = column[piece].reshape(-1, row_size)
-        yield _divide(rows, np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True))
+    for chunk in iterate_slices(max(len(column), 1), max(1, _CHUNK_ROWS // row_size)):
+        rows = column[chunk].reshape(-1, row_size)
+        sums = np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True)
+        yield _divide(rows, sums)
 
 
 def _divide(values: Array, sums: Array) -> Array:
+    """Return ``values`` / ``sums`` in the float dtype of the values, where a sum of 0 counts as 1."""
     dtype = values.dtype if values.dtype.kind == "f" else np.float32
     return np.divide(values, np.where(sums > 0, sums, 1)).astype(dtype)
 
@@ -493,21 +576,32 @@ def _divide(values: Array, sums: Array) -> Array:
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
     """Return 16 hexadecimal digits that identify the content of ``graph`` and ``plan``."""
     digest = hashlib.sha256()
-    settings = (
+    settings: list[object] = [
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
         *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
-        *(plan.trainers_per_part, plan.feature_dtype, *(getattr(plan, name) for name in _PREPARED)),
-        *([sorted(graph.class_names.items())] if graph.class_names else ()),
-    )
-    digest.update(repr(settings).encode())
-    data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}
-    for name, array in _iterate_arrays({**data, "ids": graph.user_ids, "of source": graph.edge_ids}):
+        *(plan.trainers_per_part, plan.feature_dtype),
+    ]
+    settings += [getattr(plan, name) for name in _PREPARATIONS]
+    if graph.class_names:
+        settings.append(sorted(graph.class_names.items()))
+    digest.update(repr(tuple(settings)).encode())
+
+    data = {
+        "edges": graph.edges,
+        "of edges": graph.edge_data,
+        "of nodes": graph.node_data,
+        "ids": graph.user_ids,
+        "of source": graph.edge_ids,
+    }
+    for name, array in _iterate_arrays(data):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+        if array.size:
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 
 def _iterate_arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield the name and array of each leaf of nested ``data``, in the order of the names."""
     for key, value in sorted(data.items()):
         name = f"{prefix}{key!r} "
         if isinstance(value, Mapping):
@@ -523,10 +617,11 @@ def _iterate_arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple
 def _add_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
     if not weights:
         return graph
+
     if len(graph.num_nodes) != 1:
         raise ConfigError(
-            f"weights need a graph with one node type, but it has {', '.join(graph.num_nodes)}; balance "
-            "'ntype' or a column of the graph instead"
+            "weights need a graph with one node type, but it has "
+            f"{', '.join(graph.num_nodes)}; balance 'ntype' or a column of the graph instead"
         )
 
     (ntype,) = graph.num_nodes

@@ -26,15 +26,21 @@ from dglx_dist.records import Array
 log = logging.getLogger(__name__)
 
 _SWEEPS = 5
-_STREAMS, _MIN_STREAM_NODES = 60, 4096
-"""Number of node ranges that are swept side by side and shared by ranks, and their minimum size."""
-_ROUNDS, _ROUNDS_BEFORE_MARKS = 64, 8
-"""Number of rounds of a sweep, and rounds after which neighbours of moved nodes are marked."""
+_STREAMS = 60
+"""Number of node ranges that are swept side by side and shared by ranks."""
+_MIN_STREAM_NODES = 4096
+"""Minimum number of nodes of a range."""
+_ROUNDS = 64
+"""Number of rounds of a sweep."""
+_ROUNDS_BEFORE_MARKS = 8
+"""Number of rounds after which ranks exchange the marks of nodes with moved neighbours."""
 _TOLERANCE = 0.6
 """Share of the tolerance for clusters and for parts of clusters. Refinement needs the remaining share."""
 _MIN_SHRINKING = 0.95
-_NODE_BYTES = (40, 24)
-"""Memory of one level for each node, and for each node and weight."""
+_NODE_BYTES = 40
+"""Memory of one level for each node."""
+_WEIGHT_BYTES = 24
+"""Additional memory of one level for each node and balance weight."""
 
 
 def partition(
@@ -48,9 +54,9 @@ def partition(
     """Return (N,) int32 parts of a graph that is larger than memory.
 
     Nodes are merged into clusters, level by level, until the graph of clusters ``fits`` in memory. ``solve``
-    partitions it, and its parts are refined on each level. Each level is a stage of ``workspace``, and so are
-    its parts. Parts exceed their capacities only if those of ``solve`` do. The result is deterministic if
-    ``solve`` is. Raises ConfigError if the arrays of nodes do not fit in the workspace.
+    partitions this graph, and the parts are refined on each level. Graphs and parts of the levels are stages
+    of ``workspace``. Parts exceed their capacities only if the parts of ``solve`` do. The result is
+    deterministic if ``solve`` is. Raises ConfigError if the arrays of nodes do not fit in the workspace.
     """
     # The names differ from the original ones, because a cluster has the weight of all its nodes.
     names = tuple(f"{name} of clusters" for name in weights.names)
@@ -60,16 +66,21 @@ def partition(
         make_level = functools.partial(_coarsen, fine, columns, workspace, seed)
         folder = workspace.stage(f"level{len(levels)}", make_level, shared=True)
         coarse = SymmetricGraph.open(folder)
-        log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
+        num_pairs = len(coarse.indices) // 2
+        log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, num_pairs)
         cluster_columns = tuple(map_spill(folder, f"column{c}") for c in range(len(weights.columns)))
         levels.append((coarse, replace(weights, names=names, columns=cluster_columns)))
-        if len(coarse.indices) + coarse.num_nodes > _MIN_SHRINKING * (len(fine.indices) + fine.num_nodes):
+
+        fine_size = len(fine.indices) + fine.num_nodes
+        coarse_size = len(coarse.indices) + coarse.num_nodes
+        if coarse_size > _MIN_SHRINKING * fine_size:
             break
 
     def partition_coarsest() -> Array:
         coarsest, columns = levels[-1]
         if len(levels) == 1:
             return solve(graph, weights)
+
         columns = replace(columns, tolerance=_TOLERANCE * columns.tolerance)
         if fits(coarsest):
             return solve(coarsest, columns)
@@ -80,18 +91,23 @@ def partition(
     parts = workspace.array(f"parts{len(levels) - 1}", partition_coarsest)
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = map_spill(workspace.folder / f"level{level}", "coarse_of")
-        # The capacities of the original graph are used, which hold for single nodes too.
-        state = (*levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks)
-        parts = workspace.array(f"parts{level - 1}", functools.partial(_refine, *state), shared=True)
-
+        # The capacities of the original graph also hold for single nodes.
+        refine = functools.partial(
+            _refine, *levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks
+        )
+        parts = workspace.array(f"parts{level - 1}", refine, shared=True)
     return parts
 
 
 def _coarsen(
     graph: SymmetricGraph, weights: BalanceWeights, workspace: Workspace, seed: int, folder: Path
 ) -> None:
-    num_nodes, (node_bytes, weight_bytes) = graph.num_nodes, _NODE_BYTES
-    num_bytes = (node_bytes + weight_bytes * len(weights.columns)) * num_nodes
+    """Write the graph of clusters of ``graph`` to ``folder``, with their weights and the (N,) ``coarse_of``.
+
+    All ranks of the workspace call the function.
+    """
+    num_nodes = graph.num_nodes
+    num_bytes = (_NODE_BYTES + _WEIGHT_BYTES * len(weights.columns)) * num_nodes
     workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
     coarse_of = _find_clusters(graph, weights, np.uint64(seed % 2**64), workspace.ranks)
     num_coarse = int(coarse_of.max(initial=-1)) + 1
@@ -102,11 +118,13 @@ def _coarsen(
 
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
     adjacency = _make_adjacency(graph)
-    total = _count_between(adjacency, coarse_of, starts[1:])
+    # The total weight of the entries bounds the weight of an entry, so its dtype fits both.
+    total_weight = _count_between(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
     fill_rows = functools.partial(_fill_between, adjacency, coarse_of)
     held_bytes = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
-    write_rows(folder, starts, fill_rows, id_dtype(total), workspace.with_reserved(held_bytes), "Contracting")
+    workspace = workspace.with_reserved(held_bytes)
+    write_rows(folder, starts, fill_rows, id_dtype(total_weight), workspace, "Contracting")
 
 
 _Adjacency: TypeAlias = tuple[Array, Array, Array]
@@ -124,17 +142,20 @@ def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint6
     matrix = weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
 
-    # A cluster may weigh at most what a part may exceed its share by, or capacities would grow with clusters.
+    # A cluster may weigh at most the allowed excess of a part. Otherwise capacities would grow with clusters.
     # A heavier node stays alone, because clusters of its weight could not be balanced.
     limits = share * weights.tolerance * [float(column.sum()) for column in weights.columns]
     limit = np.broadcast_to(limits, (num_nodes, len(limits)))
     labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     loads = matrix.copy()
     _propagate(graph, (labels, loads, matrix, limit), ranks, key=key, refining=False)
-    members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
-    has_few_clusters = 2 * int(np.count_nonzero(members)) <= num_nodes
-    _join_single(_make_adjacency(graph), labels, members, loads, matrix, limit, has_few_clusters)
+
+    num_members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
+    has_few_clusters = 2 * int(np.count_nonzero(num_members)) <= num_nodes
+    _join_single(_make_adjacency(graph), labels, num_members, loads, matrix, limit, has_few_clusters)
     del loads
+
+    # Clusters are numbered by a cumulative sum over the labels in use.
     new_labels = np.zeros(num_nodes, dtype=labels.dtype)
     new_labels[labels] = 1
     np.cumsum(new_labels, out=new_labels)
@@ -144,9 +165,10 @@ def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint6
 def _refine(
     graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array, ranks: Ranks
 ) -> Array:
+    """Return (N,) parts after nodes have moved to the parts of their neighbours. ``parts`` is changed."""
     matrix = weights.matrix()
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
-    # A capacity allows for the heaviest node. Only one part has it, so the others need not grow so large.
+    # A capacity allows for the heaviest node. Only one part has it, so other parts need not grow so large.
     even_limit = (1 + weights.tolerance) * np.outer(weights.shares, loads.sum(axis=0))
     limit = np.minimum(capacities.T, np.maximum(even_limit, loads))
     _propagate(graph, (parts, loads, matrix, limit), ranks, key=np.uint64(0), refining=True)
@@ -163,58 +185,70 @@ def _propagate(
     """Move nodes to the label of most neighbours. Labels and loads change equally on all ``ranks``.
 
     Nodes are swept in streams, which are ranges of ids with equal numbers of neighbours. A round takes a
-    block of consecutive nodes of each stream. Nodes see moves in their own block, and the state before the
-    round of other blocks. Then all moves that no limit forbids are made in the order of ids. So the result
-    does not depend on which rank sweeps which streams.
+    block of consecutive nodes of each stream. A node sees the moves in its own block. Of other blocks it
+    sees the state before the round. Then all moves that no limit forbids are made in the order of ids. So
+    the result does not depend on which rank sweeps which streams.
 
     Args:
         key: Random key that decides between labels with equal numbers of neighbours.
         refining: Whether labels are parts with loads that should be even, instead of clusters.
     """
     num_nodes = graph.num_nodes
+    num_labels = len(labelling[1])
     adjacency = _make_adjacency(graph)
     active = np.ones(num_nodes, np.bool_)
     marked = np.zeros(num_nodes, np.bool_)
-    rating = np.zeros(len(labelling[1]), np.int64)
-    streams = _cut_streams(graph)
-    begin, end = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
+    rating = np.zeros(num_labels, np.int64)
+    move_dtype = id_dtype(max(num_nodes, num_labels))
+    bounds = _cut_streams(graph)
+    num_streams = len(bounds) - 1
+    first_stream = num_streams * ranks.rank // ranks.count
+    end_stream = num_streams * (ranks.rank + 1) // ranks.count
     label = "Refining" if refining else "Clustering"
     shows_progress = ranks.is_first and num_nodes >= SHOWN_FROM
     with progress(label, _SWEEPS * _ROUNDS, enabled=shows_progress) as advance:
         for _ in range(_SWEEPS):
             num_moved = 0
             for round_index in range(_ROUNDS):
-                # Each stream takes another block. Otherwise neighbours at the same position of two
-                # streams would move in the same round and swap labels.
-                index = (round_index + np.arange(len(streams) - 1)) % _ROUNDS
-                ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (index, index + 1)]
-                blocks = np.stack(ends, axis=1)[begin:end]
-                moves = np.empty((np.diff(blocks).sum(), 3), id_dtype(max(num_nodes, len(rating))))
-                count = _propose(adjacency, blocks, labelling, (rating, active, marked), key, refining, moves)
-                for rank, rank_moves in enumerate(ranks.gather(moves[:count, :2].copy())):
-                    _check_moves(rank_moves, rank, num_nodes, len(rating))
+                # Each stream takes a block at a different position. Otherwise neighbours at the same
+                # position of two streams would move in the same round and swap labels.
+                index = (round_index + np.arange(num_streams)) % _ROUNDS
+                block_starts = bounds[:-1] + np.diff(bounds) * index // _ROUNDS
+                block_ends = bounds[:-1] + np.diff(bounds) * (index + 1) // _ROUNDS
+                blocks = np.stack([block_starts, block_ends], axis=1)[first_stream:end_stream]
+
+                moves = np.empty((np.diff(blocks).sum(), 3), move_dtype)
+                state = (rating, active, marked)
+                num_proposed = _propose(adjacency, blocks, labelling, state, key, refining, moves)
+                for rank, rank_moves in enumerate(ranks.gather(moves[:num_proposed, :2].copy())):
+                    _check_moves(rank_moves, rank, num_nodes, num_labels)
                     num_moved += _apply(rank_moves, labelling, marked)
+
                 if (round_index + 1) % _ROUNDS_BEFORE_MARKS == 0:
                     active |= ranks.union(marked)
                     marked[:] = False
                 advance(1)
+
             # The last sweeps are short, because nodes without a moved neighbour are skipped.
             if num_moved <= num_nodes // 1000:
                 break
 
 
 def _cut_streams(graph: SymmetricGraph) -> Array:
-    # The result has the first node of each of S streams, and the number of nodes.
+    """Return the bounds of S streams: the first node of each stream, and then the number of nodes."""
     num_streams = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
-    cuts = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, num_streams) // num_streams)
+    num_entries = len(graph.indices)
+    cuts = np.searchsorted(graph.indptr, num_entries * np.arange(1, num_streams) // num_streams)
     return np.array([0, *cuts, graph.num_nodes])
 
 
 def _check_moves(moves: Array, rank: int, num_nodes: int, num_labels: int) -> None:
-    if moves.min(initial=0) < 0 or (moves.max(axis=0, initial=-1) >= (num_nodes, num_labels)).any():
+    has_negative = moves.min(initial=0) < 0
+    is_too_large = moves.max(axis=0, initial=-1) >= (num_nodes, num_labels)
+    if has_negative or is_too_large.any():
         raise PeerError(
-            f"rank {rank} has sent moves of unknown nodes or to unknown labels; run the same version on all "
-            "ranks, on the same files"
+            f"rank {rank} has sent moves of unknown nodes or to unknown labels; run the same "
+            "version on all ranks, on the same files"
         )
 
 
@@ -228,23 +262,27 @@ def _propose(
     refining: bool,
     moves: Array,
 ) -> int:
-    """Write (node, new label, label) into the (M, 3) ``moves`` for (B, 2) ``blocks``. Return their number.
+    """Write (node, new label, old label) into the (M, 3) ``moves``. Return the number of moves.
 
-    Labels and loads are restored at the end. Neighbours of the nodes are marked.
+    ``blocks`` (B, 2) has the first and the end node of each block. Labels and loads are restored at the end.
+    Neighbours of the nodes are marked.
     """
     indptr, indices, edge_weights = adjacency
     labels, loads, matrix, limit = labelling
     rating, active, marked = state
-    count, has_weights = 0, len(edge_weights) > 1
+    num_moves = 0
+    has_weights = len(edge_weights) > 1
     for block in range(len(blocks)):
-        first_move = count
+        first_move = num_moves
         for u in range(blocks[block, 0], blocks[block, 1]):
             if not active[u]:
                 continue
             active[u] = False
             home = labels[u]
+
             for e in range(indptr[u], indptr[u + 1]):
                 rating[labels[indices[e]]] += edge_weights[e] if has_weights else 1
+
             best, best_rating, best_key = home, rating[home], np.uint64(0)
             key_of_node = mix(key ^ np.uint64(u))
             for e in range(indptr[u], indptr[u + 1]):
@@ -271,29 +309,33 @@ def _propose(
             if best == home:
                 continue
             _move(u, best, labels, loads, matrix)
-            moves[count, 0], moves[count, 1], moves[count, 2] = u, best, home
-            count += 1
+            moves[num_moves, 0] = u
+            moves[num_moves, 1] = best
+            moves[num_moves, 2] = home
+            num_moves += 1
             for e in range(indptr[u], indptr[u + 1]):
                 marked[indices[e]] = True
-        for move in range(first_move, count):
-            _move(moves[move, 0], moves[move, 2], labels, loads, matrix)
 
-    return count
+        # The next block must see the state before the round.
+        for move in range(first_move, num_moves):
+            _move(moves[move, 0], moves[move, 2], labels, loads, matrix)
+    return num_moves
 
 
 @njit(cache=True, nogil=True)
 def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
+    """Make the (M, 2) ``moves`` that no limit forbids. Return their number, and mark the other nodes."""
     labels, loads, matrix, limit = labelling
     num_moved = 0
     for move in range(len(moves)):
-        u, label = moves[move, 0], moves[move, 1]
+        u = moves[move, 0]
+        label = moves[move, 1]
         if _has_room(matrix[u], loads[label], limit[label]):
             _move(u, label, labels, loads, matrix)
             num_moved += 1
         else:
             # Other nodes of the same round took the room, so the node is marked to try again.
             marked[u] = True
-
     return num_moved
 
 
@@ -325,22 +367,28 @@ def _has_room(weight: Array, load: Array, limit: Array) -> bool:
 def _join_single(
     adjacency: _Adjacency,
     labels: Array,
-    members: Array,
+    num_members: Array,
     loads: Array,
     matrix: Array,
     limit: Array,
     isolated_only: bool,
 ) -> None:
-    """Join nodes without neighbours to one cluster, and single nodes that prefer the same full cluster."""
+    """Join nodes without neighbours to one cluster, and single nodes that prefer the same full cluster.
+
+    ``num_members`` has the number of nodes of each label. With ``isolated_only``, only nodes without
+    neighbours are joined.
+    """
     indptr, indices, edge_weights = adjacency
-    num_nodes, has_weights = len(labels), len(edge_weights) > 1
+    num_nodes = len(labels)
+    has_weights = len(edge_weights) > 1
     rating = np.zeros(num_nodes, dtype=np.int64)
 
-    # It has the cluster for the next node with the same best cluster. The last is for isolated nodes.
+    # Entry c is the cluster that takes the next node with best cluster c. The last is for isolated nodes.
     open_label = np.full(num_nodes + 1, -1, dtype=labels.dtype)
     for u in range(num_nodes):
-        if members[labels[u]] != 1 or (isolated_only and indptr[u + 1] > indptr[u]):
+        if num_members[labels[u]] != 1 or (isolated_only and indptr[u + 1] > indptr[u]):
             continue
+
         best, best_rating = num_nodes, np.int64(0)
         for e in range(indptr[u], indptr[u + 1]):
             label = labels[indices[e]]
@@ -350,27 +398,29 @@ def _join_single(
 
         for e in range(indptr[u], indptr[u + 1]):
             rating[labels[indices[e]]] = 0
+
         open_cluster = open_label[best]
         if open_cluster < 0 or not _has_room(matrix[u], loads[open_cluster], limit[open_cluster]):
             open_label[best] = labels[u]
             continue
-        members[labels[u]] -= 1
-        members[open_cluster] += 1
+
+        num_members[labels[u]] -= 1
+        num_members[open_cluster] += 1
         _move(u, open_cluster, labels, loads, matrix)
 
 
 @njit(cache=True, nogil=True)
-def _count_between(adjacency: _Adjacency, coarse_of: Array, counts: Array) -> int:
+def _count_between(adjacency: _Adjacency, coarse_of: Array, num_entries: Array) -> int:
     """Count the entries between clusters by row, and return their total weight."""
     indptr, indices, edge_weights = adjacency
-    total, has_weights = 0, len(edge_weights) > 1
+    total = 0
+    has_weights = len(edge_weights) > 1
     for u in range(len(coarse_of)):
         row = coarse_of[u]
         for e in range(indptr[u], indptr[u + 1]):
             if coarse_of[indices[e]] != row:
-                counts[row] += 1
+                num_entries[row] += 1
                 total += edge_weights[e] if has_weights else 1
-
     return total
 
 

@@ -20,7 +20,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -73,26 +73,30 @@ class ArrayStream:
         num_bytes = math.prod(shape) * dtype.itemsize
         if shutil.disk_usage(path.parent).free < num_bytes:
             raise OSError(errno.ENOSPC, f"no room for {num_bytes} bytes", str(path.parent))
+
         header = io.BytesIO()
         fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_2_0(header, fields)
         self._file = path.open("xb", buffering=0)
-        self._checksum, self.num_rows = 0, 0
+        self._checksum = 0
+        self.num_rows = 0
         """Number of rows in the file."""
         self._put(header.getbuffer())
 
     def append(self, rows: Array) -> None:
         """Write the next (k, *row) rows. After an OSError, the rows of earlier calls are still there."""
-        self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
+        data = np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data
+        self._put(data)
         self.num_rows += len(rows)
 
     def finish(self) -> FileInfo:
         """Flush to disk and return the file's size and checksum. Raise StorageError if rows are missing."""
         if self.num_rows != self._shape[0]:
             raise StorageError(
-                f"{self._path} has {self.num_rows} rows instead of {self._shape[0]}; check its dataset with "
-                "verify='full'"
+                f"{self._path} has {self.num_rows} rows instead of {self._shape[0]}; check "
+                "its dataset with verify='full'"
             )
+
         os.fsync(self._file.fileno())
         return FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
 
@@ -118,7 +122,8 @@ class ArrayWriter:
 
     def stream(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayStream:
         """Begin the array ``name``, and return the stream that takes its rows in pieces."""
-        stream = self._streams[name] = ArrayStream(self._partial / f"{name}.npy", dtype, shape)
+        stream = ArrayStream(self._partial / f"{name}.npy", dtype, shape)
+        self._streams[name] = stream
         self._stack.callback(stream.close)
         return stream
 
@@ -130,17 +135,21 @@ class ArrayWriter:
 
         Args:
             metadata: JSON values that describe the arrays.
-            overwrite: Whether to replace a folder that has this name already. Otherwise it is kept if it is
-                intact and has the same metadata.
+            overwrite: Whether to replace a folder that has this name already. By default an existing folder
+                is kept if it is intact and has the same metadata.
         """
-        files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
-        checksums = {name: [file.num_bytes, file.checksum] for name, file in files.items()}
+        checksums = {}
+        for name, stream in self._streams.items():
+            file = stream.finish()
+            checksums[f"{name}.npy"] = [file.num_bytes, file.checksum]
         content = {"told": metadata, "files": checksums}
         stamp = {"crc32": checksum_of(content), "head": content}
         (self._partial / STAMP).write_text(json.dumps(stamp))
+
         target = self._folder.path
-        is_renamed = publish(self._partial, target)
-        if not is_renamed and (overwrite or self._folder.find(metadata, log=False) is None):
+        if publish(self._partial, target):
+            return
+        if overwrite or self._folder.find(metadata, log=False) is None:
             replace_folder(self._partial, target)
 
 
@@ -154,7 +163,8 @@ class ArrayFolder:
     """
 
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
-        self.path, self._trusted = path, trusted
+        self.path = path
+        self._trusted = trusted
 
     def subfolder(self, name: str) -> ArrayFolder:
         return ArrayFolder(self.path / name, trusted=self._trusted)
@@ -165,23 +175,18 @@ class ArrayFolder:
         """Check all files, and return the stored metadata and the mapped arrays by name.
 
         Arrays are read-only, or with mode "c" they may be changed in memory (copy-on-write). Raises
-        StorageError if a file is missing or damaged, or the stored metadata differs from ``metadata``.
+        StorageError if a file is missing or damaged, or if there is ``metadata`` and the stored one differs.
         """
         try:
             stamp = json.loads(read_small_file(self.path / STAMP))
             if not isinstance(stamp, dict) or stamp.get("crc32") != checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
+
             stored_metadata = stamp["head"]["told"]
             arrays = {}
             for name, (num_bytes, crc32) in stamp["head"]["files"].items():
+                self._check_file(name, FileInfo(num_bytes=num_bytes, checksum=crc32))
                 path = self.path / name
-                expected = FileInfo(num_bytes=num_bytes, checksum=crc32)
-                if path.parent != self.path or not path.is_file():
-                    raise ValueError(f"{name} is not a file in it")
-                size = path.stat().st_size
-                actual = replace(expected, num_bytes=size) if self._trusted else checksum(path)
-                if actual != expected:
-                    raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = map_array(path, mode)
 
             if metadata is not None and stored_metadata != metadata:
@@ -189,6 +194,16 @@ class ArrayFolder:
         except _UNREADABLE as error:
             raise StorageError(f"{self.path} is damaged ({error}); the next run writes it again") from error
         return stored_metadata, arrays
+
+    def _check_file(self, name: str, expected: FileInfo) -> None:
+        path = self.path / name
+        if path.parent != self.path or not path.is_file():
+            raise ValueError(f"{name} is not a file in it")
+        is_intact = path.stat().st_size == expected.num_bytes
+        if not self._trusted:
+            is_intact = checksum(path) == expected
+        if not is_intact:
+            raise ValueError(f"{name} does not match its checksum")
 
     def find(
         self,
@@ -201,13 +216,14 @@ class ArrayFolder:
         """Return the result of :meth:`read`, or None if the folder is missing, damaged or must not be used.
 
         ``check`` is called with the arrays. It raises ValueError or LookupError if they must not be used, and
-        that is logged. ``log`` is whether to log damage and other metadata than ``metadata``.
+        a warning is logged. With ``log``, damage and other metadata than ``metadata`` are logged, too.
         """
+        if not self.path.exists():
+            return None
         try:
-            stored = self.read(mode, metadata) if self.path.exists() else None
-            if stored is not None:
-                check(stored[1])
-            return stored
+            metadata, arrays = self.read(mode, metadata)
+            check(arrays)
+            return metadata, arrays
         except (ValueError, LookupError) as error:
             _LOG.warning("%s is not used (%s); it is written again", self.path, error)
             return None
@@ -225,8 +241,8 @@ class ArrayFolder:
     def save(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any], description: str) -> bool:
         """Replace the folder by one with ``arrays``, and return whether it was written.
 
-        If there is no space or permission, a warning says that ``description`` is not kept. Other errors of
-        the disk raise StorageError.
+        If there is no space or permission, a warning says that ``description`` is not kept, and the result
+        is False. Other errors of the disk raise StorageError.
         """
         try:
             with self.open_writer() as writer:
@@ -245,8 +261,11 @@ _PARSING = threading.Lock()
 
 
 def map_array(path: Path, mode: Literal["r", "c"]) -> Array:
-    """Map a ``.npy`` file. The array keeps the mapping open. Mode c is copy-on-write. Thread-safe."""
-    # NumPy parses the header as Python, which sometimes fails in two threads before CPython 3.11.8.
+    """Map a ``.npy`` file. The array keeps the mapping open. With mode "c" it is copied when it is changed.
+
+    Threads may call this function at the same time.
+    """
+    # NumPy parses the header as Python, and sometimes fails in two threads before CPython 3.11.8.
     with _PARSING:
         return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
 
@@ -289,50 +308,50 @@ class ArrayCache:
         if path not in self._locks:
             # If files cannot be locked, they cannot be evicted either.
             with suppress(OSError):
-                self._locks[path] = lock = lock_shared(_lock_of(path))
+                lock = lock_shared(_lock_of(path))
+                self._locks[path] = lock
                 os.utime(lock)
         return ArrayFolder(path, trusted=self._trusted)
 
     def clean(self) -> None:
         """Remove files of killed processes, and evict entries that no process uses.
 
-        Entries that were last opened 30 days before the most recent one are evicted. If the cache takes more
-        than a quarter of the disk space that would be free without it, more entries are evicted: first those
-        of other contents, then the least recently opened ones. Entries that were opened within a day of the
-        most recent one are kept, because the next run needs them. If they are too large, a warning is logged.
+        Entries are evicted if they were last opened 30 days before the most recently opened entry. If the
+        cache takes more than a quarter of the disk space that would be free without it, more entries are
+        evicted: first those of other contents, then the least recently opened ones. Entries that were opened
+        within a day of the most recent one are kept, because the next run needs them. If these are too large,
+        a warning is logged.
         """
         if not self._folder.is_dir():
             return
         remove_abandoned(self._folder)
-        entries = sorted(
-            _list_entries(self._folder), key=lambda entry: (self._is_of_content(entry), entry.used_s)
-        )
-        total = sum(entry.num_bytes for entry in entries)
 
+        entries = list(_list_entries(self._folder))
+        entries.sort(key=lambda entry: (self._is_of_content(entry), entry.used_s))
+        total = sum(entry.num_bytes for entry in entries)
+        max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
         # Ages are relative to the last opening, because a dataset may not be used for months.
         last_s = max((entry.used_s for entry in entries), default=0.0)
-        max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
         for entry in entries:
             age_s = last_s - entry.used_s
-            is_too_much = total > max_bytes and (age_s > _RECENT_S or not self._is_of_content(entry))
-            should_evict = is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes
-            is_evicted = should_evict and _evict(entry.path)
-            if is_evicted:
-                total -= entry.num_bytes
-                if entry.num_bytes:
-                    size = format_bytes(entry.num_bytes)
-                    days = age_s / 86400
-                    _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
+            is_unused = age_s > _RECENT_S or not self._is_of_content(entry)
+            is_empty = entry.num_bytes == 0
+            should_evict = is_empty or age_s > _MAX_AGE_S or (total > max_bytes and is_unused)
+            if not should_evict or not _evict(entry.path):
+                continue
+            total -= entry.num_bytes
+            if not is_empty:
+                size = format_bytes(entry.num_bytes)
+                days = age_s / 86400
+                _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
 
         if total > max_bytes:
-            size = format_bytes(total)
-            limit = format_bytes(max_bytes)
             _LOG.warning(
-                "%s takes %s, which is more than a quarter of the free disk (%s), but it is in use; make "
-                "room",
+                "%s takes %s, which is more than a quarter of the free disk (%s), but it is "
+                "in use; make room",
                 self._folder,
-                size,
-                limit,
+                format_bytes(total),
+                format_bytes(max_bytes),
             )
 
     def _is_of_content(self, entry: _Entry) -> bool:
@@ -340,15 +359,17 @@ class ArrayCache:
 
 
 def _list_entries(folder: Path) -> Iterator[_Entry]:
+    """Yield all entries of the cache, also locked entries without a folder, which have a size of 0."""
     for parent, folders, names in os.walk(folder):
         stems = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
+        # Folders with a lock are entries, which os.walk need not enter.
         folders[:] = [name for name in folders if name not in stems and not name.endswith(PARTIAL_SUFFIX)]
-        entries = [(path, _lock_of(path)) for path in (Path(parent, name) for name in stems)]
-        if STAMP in names:  # It may have been copied here without its lock.
+        entries = [(Path(parent, stem), Path(parent, stem + _LOCK)) for stem in stems]
+        if STAMP in names:  # The entry may have been copied here without its lock.
             entries.append((Path(parent), Path(parent, STAMP)))
 
         for path, time_file in entries:
-            # Another process may evict it at the same time.
+            # Another process may evict the entry at the same time.
             with suppress(OSError):
                 # A time in the future would make all other entries look old.
                 used_s = min(time_file.stat().st_mtime, time.time())
@@ -356,11 +377,15 @@ def _list_entries(folder: Path) -> Iterator[_Entry]:
 
 
 def _measure_size(folder: Path) -> int:
-    files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return sum(file.stat().st_size for file in files)
+    num_bytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            num_bytes += Path(parent, name).stat().st_size
+    return num_bytes
 
 
 def _evict(path: Path) -> bool:
+    """Remove an entry unless a process uses it. Return whether it was removed."""
     is_evicted = False
     with suppress(OSError), partial_folder(path) as trash:
         lock = _lock_of(path)

@@ -64,8 +64,8 @@ def make_column_info(array: Array, description: str) -> ColumnInfo:
     """Return dtype and row shape of an (N, *row) array. Raise ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(
-            f"{description} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
-            f"{', '.join(DTYPES)}"
+            f"{description} has dtype {array.dtype}, which a dataset cannot hold; convert it "
+            f"to one of {', '.join(DTYPES)}"
         )
     return ColumnInfo(dtype=array.dtype.name, row_shape=tuple(int(size) for size in array.shape[1:]))
 
@@ -84,17 +84,20 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
     body = pa.py_buffer(_reserve_space(num_bytes)).slice(0, num_bytes)
     values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
     metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}
-    return _write_file(path, values, metadata, [_Body((_bytes(chunk) for chunk in chunks), num_bytes)])
+    body_chunks = _Body(map(_view_bytes, chunks), num_bytes)
+    return _write_file(path, values, metadata, [body_chunks])
 
 
 def text_buffers(texts: Any) -> tuple[Array, Array]:
     """Return the (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
-    _, offsets, data = texts.buffers()
-    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    _, offset_buffer, data_buffer = texts.buffers()
+    # A slice of an Arrow array shares the buffers of the array, so the offsets need not begin with 0.
+    ends = np.frombuffer(offset_buffer, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     first = int(ends[0])
     last = int(ends[-1])
-    values = np.frombuffer(data, np.uint8)[first:last] if data is not None else np.empty(0, np.uint8)
-    return ends - first, values
+    if data_buffer is None:
+        return ends - first, np.empty(0, np.uint8)
+    return ends - first, np.frombuffer(data_buffer, np.uint8)[first:last]
 
 
 def write_strings(
@@ -118,7 +121,8 @@ def write_strings(
         offsets = np.zeros(1, np.int64)
         yield offsets
         for texts in offset_texts:
-            offsets = offsets[-1] + text_buffers(texts)[0][1:]
+            text_ends, _ = text_buffers(texts)
+            offsets = offsets[-1] + text_ends[1:]
             yield offsets
 
     # As in write_column, the column that Arrow writes is only reserved address space. Arrow reads the length
@@ -128,7 +132,7 @@ def write_strings(
     offset_buffer = pa.py_buffer(offset_space).slice(0, offset_bytes)
     buffers = [None, offset_buffer, pa.py_buffer(_reserve_space(num_bytes))]
     column = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
-    offsets_body = _Body(map(_bytes, iterate_offsets()), offset_bytes)
+    offsets_body = _Body(map(_view_bytes, iterate_offsets()), offset_bytes)
     data_body = _Body((text_buffers(texts)[1] for texts in data_texts), num_bytes)
     return _write_file(path, column, {"dtype": "string"}, [offsets_body, data_body])
 
@@ -137,7 +141,8 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
     """Memory-map one file and return its read-only (N, *row) values. Messages call it ``name``.
 
     Raises:
-        StorageError: it is missing or damaged, or its dtype or shape differs from ``info`` and ``num_rows``.
+        StorageError: the file is missing or damaged, or its dtype or shape differs from ``info`` and
+            ``num_rows``. None allows any value.
     """
     column, metadata = _open_column(path, name)
     try:
@@ -148,13 +153,12 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
         raise _make_damage_error(name, path, problem) from problem
 
     actual = ColumnInfo(dtype=dtype, row_shape=shape[1:])
-    if (info is not None and actual != info) or (num_rows is not None and shape[0] != num_rows):
+    expected = info or actual
+    if actual != expected or num_rows not in (None, shape[0]):
         raise StorageError(
-            f"{path} holds {dtype} of shape {shape}, but the manifest says "
-            f"{info.dtype if info else dtype} of shape {(num_rows, *(info or actual).row_shape)}; "
-            f"partition the graph again"
+            f"{path} holds {dtype} of shape {shape}, but the manifest says {expected.dtype} "
+            f"of shape {(num_rows, *expected.row_shape)}; partition the graph again"
         )
-
     return array
 
 
@@ -169,11 +173,13 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
 def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
     """Yield the texts of :func:`read_strings` in arrays of up to ``step`` texts, all of the same dtype."""
     column = _open_strings(path, name, num_rows)
-    starts = range(0, num_rows, step)
-    lists = (column.slice(first, step).to_pylist() for first in starts)
-    width = max((len(text) for texts in lists for text in texts), default=0)
-    for first in starts:
-        yield np.array(column.slice(first, step).to_pylist(), dtype=f"U{max(width, 1)}")
+    width = 1
+    for first in range(0, num_rows, step):
+        texts = column.slice(first, step).to_pylist()
+        width = max(width, max(map(len, texts)))
+
+    for first in range(0, num_rows, step):
+        yield np.array(column.slice(first, step).to_pylist(), dtype=f"U{width}")
 
 
 def _open_strings(path: Path, name: str, num_rows: int) -> pa.Array:
@@ -188,6 +194,7 @@ def _open_strings(path: Path, name: str, num_rows: int) -> pa.Array:
 
 
 def checksum(path: Path) -> FileInfo:
+    """Return the size and the CRC-32 of a file."""
     value = 0
     num_bytes = 0
     block = bytearray(1 << 15)
@@ -205,11 +212,11 @@ def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
             raise FileNotFoundError("there is no such file")
         # The size is cheap to check, and shows whether a file was only copied in part.
         size = path.stat().st_size
-        actual = checksum(path) if size == expected.num_bytes else None
+        if size != expected.num_bytes:
+            raise StorageError(f"{path} has {size} bytes instead of {expected.num_bytes}; {remedy}")
+        actual = checksum(path)
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem}); {remedy}") from problem
-    if actual is None:
-        raise StorageError(f"{path} has {size} bytes instead of {expected.num_bytes}; {remedy}")
     if actual != expected:
         raise StorageError(
             f"{path} is damaged: its checksum is {actual.checksum} instead of {expected.checksum}; {remedy}"
@@ -217,17 +224,21 @@ def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
 
 
 class _Body(NamedTuple):
-    pieces: Iterator[Array]
+    """The bytes of an Arrow buffer, in chunks."""
+
+    chunks: Iterator[Array]
     num_bytes: int
 
 
 def _reserve_space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
     """Reserve address space. It gets physical pages when it is accessed."""
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    access = mmap.PROT_READ
+    if writable:
+        access |= mmap.PROT_WRITE
     return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE, prot=access)
 
 
-def _bytes(chunk: Array) -> Array:
+def _view_bytes(chunk: Array) -> Array:
     return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
 
 
@@ -251,9 +262,11 @@ class _Sink(io.RawIOBase):
         if self._is_real or not isinstance(data, pa.Buffer):
             return self._put(memoryview(data))  # type: ignore[arg-type]  # any buffer
         body = self._bodies.pop(0)
-        written = sum(self._put(piece.data) for piece in body.pieces)
-        assert written == body.num_bytes == data.size, "chunks do not add up to the column"
-        return written
+        num_written = 0
+        for chunk in body.chunks:
+            num_written += self._put(chunk.data)
+        assert num_written == body.num_bytes == data.size, "chunks do not add up to the column"
+        return num_written
 
     def _put(self, data: memoryview) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
@@ -263,8 +276,10 @@ class _Sink(io.RawIOBase):
 
 
 def _write_file(path: Path, values: pa.Array, metadata: dict[str, str], bodies: Sequence[_Body]) -> FileInfo:
+    """Write an Arrow file like that of ``values``, but with the bytes of ``bodies`` in its buffers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([pa.field(_COLUMN, values.type, nullable=False)], metadata=metadata)
+
     with path.open("xb") as file:
         sink = _Sink(file, bodies)
         with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
@@ -277,7 +292,8 @@ def _open_column(path: Path, name: str) -> tuple[pa.Array, dict[str, str]]:
         with pa.memory_map(os.fsencode(path)) as source:
             reader = pa.ipc.open_file(source)
             column = reader.get_batch(0).column(_COLUMN)
-            metadata = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
+            schema_metadata = reader.schema.metadata or {}
+            metadata = {key.decode(): value.decode() for key, value in schema_metadata.items()}
     except FileNotFoundError as problem:
         raise StorageError(f"{path} ({name}) is missing; copy it here or partition again") from problem
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as problem:
@@ -286,13 +302,17 @@ def _open_column(path: Path, name: str) -> tuple[pa.Array, dict[str, str]]:
 
 
 def _view(column: pa.Array, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Return a read-only view of an Arrow array. Raise ValueError if its type or length does not match."""
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}")
     stored = np.dtype(_STORED_AS.get(dtype, dtype))
-    if column.type != pa.from_numpy_dtype(stored) or len(column) != math.prod(shape) or column.offset != 0:
+    is_complete = len(column) == math.prod(shape) and column.offset == 0
+    if column.type != pa.from_numpy_dtype(stored) or not is_complete:
         raise ValueError(f"{len(column)} values of {column.type} are not {dtype} of shape {shape}")
-    body = column.buffers()[1]
-    flat = np.frombuffer(body, stored, count=len(column)) if len(column) else np.empty(0, stored)
+
+    flat = np.empty(0, stored)
+    if len(column):  # An empty array may have no buffer.
+        flat = np.frombuffer(column.buffers()[1], stored, count=len(column))
     flat.flags.writeable = False
     return flat.view(numpy_dtype(dtype)).reshape(shape)
 

@@ -55,32 +55,32 @@ K = TypeVar("K", bound=str | EdgeType)
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
     """Write a dataset from the files of DGL's ``partition_graph``. One process calls it.
 
-    Parts and node ids are the same as DGL's per-type global ids. Edges get new ids, and ``original_edge_ids``
+    Parts and node ids are equal to DGL's per-type global ids. Edges get new ids, and ``original_edge_ids``
     are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL stores booleans as
     uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in memory. Raises
     StorageError if a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
-    check_files(file for part in range(config.num_parts) for file in config.dgl_files(part))
-    collected = _DglReader(config)
-    with progress("Reading DGL's parts", config.num_parts) as advance:
-        for part in range(config.num_parts):
-            collected.add_part(part)
+    num_parts = config.num_parts
+    config = read_part_config(Path(part_config).absolute())
+    check_files(file for part in range(num_parts) for file in config.dgl_files(part))
+    reader = _DglReader(config)
+    with progress("Reading DGL's parts", num_parts) as advance:
+        for part in range(num_parts):
+            reader.add_part(part)
             advance(1)
 
+    part_of = {}
+    for ntype, num_nodes in zip(config.ntypes, config.nodes.counts, strict=True):
+        part_of[ntype] = np.repeat(np.arange(num_parts, dtype=np.int32), num_nodes)
     assignment = Assignment(
-        num_parts=config.num_parts,
-        part_of={
-            ntype: np.repeat(np.arange(config.num_parts, dtype=np.int32), config.nodes.counts[kind])
-            for kind, ntype in enumerate(config.ntypes)
-        },
+        num_parts=num_parts,
+        part_of=part_of,
         method=config.method,
         seed=0,
         parameters={"imported_from": "dgl"},
     )
-    return write_dataset(
-        collected.graph(), assignment, folder, overwrite=overwrite, bfloat16=collected.bfloat16
-    )
+    return write_dataset(reader.graph(), assignment, folder, overwrite=overwrite, bfloat16=reader.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,12 @@ class PartConfig:
     edges: IdRanges
     files: list[Mapping[str, object]]
 
-    def file(self, part: int, kind: str) -> Path:
-        name = self.files[part].get(kind)
+    def file(self, part: int, key: str) -> Path:
+        """Return the path of a file of ``part``. ``key`` is its key in the JSON file."""
+        name = self.files[part].get(key)
         if not isinstance(name, str):
             raise StorageError(
-                f"{self.path}: key 'part-{part}.{kind}' is {name!r}, expected a file name; parts that were "
+                f"{self.path}: key 'part-{part}.{key}' is {name!r}, expected a file name; parts that were "
                 "saved for GraphBolt only cannot be read, so partition again without it"
             )
         return self.path.parent / name
@@ -109,22 +110,25 @@ class PartConfig:
     def dgl_files(self, part: int) -> list[DglFile]:
         """Return the files of a part, for :func:`check_files`."""
         structure = self.file(part, "part_graph")
-        tensors = [self.file(part, kind) for kind in ("node_feats", "edge_feats")]
-        tensors += [path for path in [structure.with_name(_ORIGINAL_IDS)] if path.exists()]
-        return [("graphs", structure), *(("tensors", path) for path in tensors)]
+        files: list[DglFile] = [("graphs", structure)]
+        files += [("tensors", self.file(part, key)) for key in ("node_feats", "edge_feats")]
+        original_ids = structure.with_name(_ORIGINAL_IDS)
+        if original_ids.exists():
+            files.append(("tensors", original_ids))
+        return files
 
 
 def read_part_config(path: Path) -> PartConfig:
     """Read DGL's JSON file. Raise StorageError if it is missing or not DGL's."""
     try:
-        raw = read_small_file(path)
+        content = read_small_file(path)
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
 
-    top = Fields.parse(raw, str(path), error=StorageError)
+    top = Fields.parse(content, str(path), error=StorageError)
     num_parts = top.integer("num_parts", 1)
-    ntypes = _read_numbered(top, "ntypes", NODE_TYPE)
-    etypes = _read_numbered(top, "etypes", ":".join(EDGE_TYPE))
+    ntypes = _read_type_names(top, "ntypes", NODE_TYPE)
+    etypes = _read_type_names(top, "etypes", ":".join(EDGE_TYPE))
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
@@ -138,12 +142,14 @@ def read_part_config(path: Path) -> PartConfig:
     )
 
 
-def _read_numbered(top: Fields, key: str, default: str) -> list[str]:
+def _read_type_names(top: Fields, key: str, default: str) -> list[str]:
+    """Return the names of the types in the order of their numbers, or ``default`` if the key is missing."""
     if not top.has(key):
         return [default]
-    numbers = top.nested_fields(key)
-    names = sorted(numbers.mapping, key=numbers.integer)
-    if [numbers.integer(name) for name in names] != list(range(len(names))):
+    entries = top.nested_fields(key)
+    names = sorted(entries.mapping, key=entries.integer)
+    numbers = [entries.integer(name) for name in names]
+    if numbers != list(range(len(names))):
         raise top.field_error(key, "the numbers 0, 1, 2, ...")
     return names
 
@@ -159,25 +165,26 @@ def _parse_edge_type(name: str, path: Path) -> EdgeType:
 
 
 def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
-    # The entry of a part is [first, end), or only the end in old files.
+    """Return the ids of each part. The entry of a part is [first, end), or only the end in old files."""
     expected = f"{num_parts} ranges for each of {', '.join(names)}, growing by part and type"
-    ranges_by_name = top.raw_value(key)
-
-    # Old files with one type do not name it.
-    named_ranges = (
-        {names[0]: ranges_by_name}
-        if len(names) == 1 and isinstance(ranges_by_name, list)
-        else top.nested_fields(key).mapping
-    )
+    value = top.raw_value(key)
+    if len(names) == 1 and isinstance(value, list):
+        # Old files with one type do not name it.
+        named_ranges: Mapping[str, object] = {names[0]: value}
+    else:
+        named_ranges = top.nested_fields(key).mapping
     try:
         array = np.array([named_ranges.get(name) for name in names], dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as problem:
         raise top.field_error(key, expected) from problem
 
     if array.shape == (1, num_parts):
-        array = np.stack([np.pad(array[:, :-1], ((0, 0), (1, 0))), array], axis=-1)
+        # A part begins at the end of the previous part, and the first part at 0.
+        starts = np.pad(array[:, :-1], ((0, 0), (1, 0)))
+        array = np.stack([starts, array], axis=-1)
     if array.shape != (len(names), num_parts, 2):
         raise top.field_error(key, expected)
+
     counts = array[..., 1] - array[..., 0]
     offsets = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
     ranges = IdRanges.from_offsets(list(offsets))
@@ -187,6 +194,8 @@ def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int)
 
 
 class _DglReader:
+    """Collects the nodes, edges and columns of all parts into arrays of the whole graph."""
+
     def __init__(self, config: PartConfig) -> None:
         self._config = config
         self._ends = [np.full((2, int(count)), -1, np.int64) for count in config.edges.counts.sum(axis=1)]
@@ -199,83 +208,94 @@ class _DglReader:
         config = self._config
         path = config.file(part, "part_graph")
         structure = load_graphs(path)[0]
-        missing = {dgl.NID, "inner_node"} - {*structure.ndata} | {dgl.EID, "inner_edge"} - {*structure.edata}
+        missing = {dgl.NID, "inner_node"}.difference(structure.ndata)
+        missing |= {dgl.EID, "inner_edge"}.difference(structure.edata)
         if missing:
             raise StorageError(
                 f"{path} has no {min(missing)!r} for its nodes or edges, so it is not a part written by DGL"
             )
 
+        # A part only has the data of owned nodes, and of edges into owned nodes.
         nodes = structure.ndata[dgl.NID].numpy()
         edges = structure.edata[dgl.EID].numpy()
-        inner_nodes = structure.ndata["inner_node"].numpy() == 1
-
-        # A part only has the data of edges into owned nodes.
-        inner_edges = structure.edata["inner_edge"].numpy() == 1
-        _check_ids(nodes[inner_nodes], config.nodes.part_range(part), "nodes", path)
-        _check_ids(edges[inner_edges], config.edges.part_range(part), "edges", path)
+        is_inner_edge = structure.edata["inner_edge"].numpy() == 1
+        inner_nodes = nodes[structure.ndata["inner_node"].numpy() == 1]
+        inner_edges = edges[is_inner_edge]
+        _check_ids(inner_nodes, config.nodes.part_range(part), "nodes", path)
+        _check_ids(inner_edges, config.edges.part_range(part), "edges", path)
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < config.nodes.counts.sum():
             raise StorageError(f"{path} has nodes that the graph lacks; copy it or partition again")
-        source, destination = (end.numpy()[inner_edges] for end in structure.edges(order="eid"))
-        self._add_edges(edges[inner_edges], nodes[source], nodes[destination], path)
-        self._add_columns(self._node_data, config.file(part, "node_feats"), config.nodes, nodes[inner_nodes])
-        self._add_columns(self._edge_data, config.file(part, "edge_feats"), config.edges, edges[inner_edges])
+
+        sources, destinations = structure.edges(order="eid")
+        sources = nodes[sources.numpy()[is_inner_edge]]
+        destinations = nodes[destinations.numpy()[is_inner_edge]]
+        self._add_edges(inner_edges, sources, destinations, path)
+        self._add_columns(self._node_data, config.file(part, "node_feats"), config.nodes, inner_nodes)
+        self._add_columns(self._edge_data, config.file(part, "edge_feats"), config.edges, inner_edges)
         self._add_user_ids(path.with_name(_ORIGINAL_IDS), part)
 
     def graph(self) -> RawGraph:
+        """Return the graph of the parts that were added."""
         config = self._config
         counts = config.nodes.counts.sum(axis=1).tolist()
+        num_classes = {}
+        for ntype, columns in self._node_data.items():
+            labels = columns.get(LABEL)
+            if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
+                num_classes[ntype] = int(labels.max(initial=-1)) + 1
         return RawGraph(
             name=config.name,
             num_nodes=dict(zip(config.ntypes, counts, strict=True)),
             edges={etype: (ends[0], ends[1]) for etype, ends in zip(config.etypes, self._ends, strict=True)},
             node_data=self._node_data,
             edge_data=self._edge_data,
-            num_classes={
-                ntype: int(columns[LABEL].max(initial=-1)) + 1
-                for ntype, columns in self._node_data.items()
-                if LABEL in columns and columns[LABEL].ndim == 1 and columns[LABEL].dtype.kind in "iu"
-            },
+            num_classes=num_classes,
             user_ids=self._user_ids,
         )
 
     def _add_edges(self, ids: Array, sources: Array, destinations: Array, path: Path) -> None:
+        """Set the ends of edges. ``ids`` and the ends are ids over all types."""
         config = self._config
-        kinds, ids_of_type = config.edges.to_typed(ids)
-        source_kinds, sources = config.nodes.to_typed(sources)
-        target_kinds, destinations = config.nodes.to_typed(destinations)
-        for kind, etype in enumerate(config.etypes):
-            is_of_type = kinds == kind
-            for ntype, end_kinds in ((etype[0], source_kinds), (etype[2], target_kinds)):
-                if (end_kinds[is_of_type] != config.ntypes.index(ntype)).any():
+        edge_types, type_ids = config.edges.to_typed(ids)
+        source_types, sources = config.nodes.to_typed(sources)
+        destination_types, destinations = config.nodes.to_typed(destinations)
+        for index, etype in enumerate(config.etypes):
+            is_of_type = edge_types == index
+            for ntype, end_types in ((etype[0], source_types), (etype[2], destination_types)):
+                if (end_types[is_of_type] != config.ntypes.index(ntype)).any():
                     raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
-            self._ends[kind][:, ids_of_type[is_of_type]] = sources[is_of_type], destinations[is_of_type]
+            self._ends[index][:, type_ids[is_of_type]] = sources[is_of_type], destinations[is_of_type]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        owners = {format_type(kind_name): kind_name for kind_name in data}
-        kinds, ids_of_type = ranges.to_typed(ids)
+        """Add the columns of one part to ``data``. ``ids`` are the owned ids of its rows, over all types."""
+        types = {format_type(type_key): type_key for type_key in data}
+        type_indices, type_ids = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
-            # Keys are type/column. Old files with one type leave it out.
+            # Keys are type/column. Old files with one type have the column only.
             type_name, slash, name = key.partition("/")
-            if not slash and len(owners) == 1:
-                type_name = next(iter(owners))
+            if not slash and len(types) == 1:
+                type_name = next(iter(types))
                 name = key
-            if type_name not in owners:
-                raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
-            owner = owners[type_name]
-            kind = list(owners).index(type_name)
-            owned_ids = ids_of_type[kinds == kind]
+            if type_name not in types:
+                raise StorageError(f"{path}: {key!r} names none of the types {', '.join(types)}")
+
+            index = list(types).index(type_name)
+            owned_ids = type_ids[type_indices == index]
             if len(tensor) != len(owned_ids):
                 raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(owned_ids)} owned ids")
-            rows = self._as_array(owner, name, tensor)
-            total = int(ranges.counts[kind].sum())
-            column = data[owner].setdefault(name, np.zeros((total, *rows.shape[1:]), rows.dtype))
+
+            rows = self._as_array(types[type_name], name, tensor)
+            columns = data[types[type_name]]
+            if name not in columns:
+                columns[name] = np.zeros((int(ranges.counts[index].sum()), *rows.shape[1:]), rows.dtype)
+            column = columns[name]
             if column.shape[1:] != rows.shape[1:] or column.dtype != rows.dtype:
                 raise StorageError(f"{path}: {name!r} has another shape or dtype than in the other parts")
             column[owned_ids] = rows
 
-    def _as_array(self, owner: str | EdgeType, name: str, tensor: torch.Tensor) -> Array:
+    def _as_array(self, type_key: str | EdgeType, name: str, tensor: torch.Tensor) -> Array:
         if tensor.dtype == torch.bfloat16:
-            self.bfloat16.append((owner, name))
+            self.bfloat16.append((type_key, name))
             return tensor.view(torch.int16).numpy().view(np.uint16)
         array: Array = tensor.numpy()
         if array.dtype == np.uint8 and array.ndim == 1 and name.endswith("mask"):
@@ -286,19 +306,20 @@ class _DglReader:
         if not path.exists():
             return
         nodes = self._config.nodes
+        ntypes = self._config.ntypes
         for name, ids in load_tensors(path).items():
-            kind = self._config.ntypes.index(name) if name in self._config.ntypes else None
-            if kind is None or len(ids) != nodes.counts[kind, part]:
+            if name not in ntypes or len(ids) != nodes.counts[ntypes.index(name), part]:
                 raise StorageError(f"{path}: {len(ids)} original ids of {name!r} do not fit the part")
-            column = self._user_ids.setdefault(name, np.zeros(int(nodes.counts[kind].sum()), np.int64))
-            column[nodes.offsets[kind, part] : nodes.offsets[kind, part + 1]] = ids.numpy()
+            index = ntypes.index(name)
+            column = self._user_ids.setdefault(name, np.zeros(int(nodes.counts[index].sum()), np.int64))
+            column[nodes.offsets[index, part] : nodes.offsets[index, part + 1]] = ids.numpy()
 
 
-def _check_ids(ids: Array, expected: tuple[int, int], kind: str, path: Path) -> None:
+def _check_ids(ids: Array, expected: tuple[int, int], item_name: str, path: Path) -> None:
     if not np.array_equal(np.sort(ids), np.arange(*expected)):
         raise StorageError(
-            f"{path} owns {len(ids)} {kind}, but the JSON file says {expected[0]}..{expected[1] - 1}; "
-            f"its files are not of one partitioning"
+            f"{path} owns {len(ids)} {item_name}, but the JSON file says "
+            f"{expected[0]}..{expected[1] - 1}; its files are not of one partitioning"
         )
 
 
@@ -316,10 +337,10 @@ def write_dgl_format(
 ) -> Path:
     """Write ``<folder>/<graph name>.json`` and ``part<p>/`` like DGL's ``partition_graph``.
 
-    One process calls it. The features of one part at a time are in memory. Each part holds its nodes first,
-    then the halo. DGL's per-type ids are the new ids of a dataset with the same arguments. Booleans become
-    uint8, which DGL's files can hold. ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. In
-    a single part, edges keep these ids, as with DGL.
+    One process calls the function. The features of one part at a time are in memory. Each part holds its
+    nodes first, then the halo. DGL's per-type ids are the new ids of a dataset with the same arguments.
+    Booleans become uint8, because DGL's files cannot hold booleans. ``orig_nids.dgl`` and ``orig_eids.dgl``
+    hold the ids of the source. In a single part, edges keep these ids, as with DGL.
 
     Args:
         formats: Formats of the structure: ``coo`` (default), ``csc`` and ``csr``. For the other arguments see
@@ -337,8 +358,8 @@ def write_dgl_format(
     _check_names(graph)
     check_feature_dtype(feature_dtype, graph)
     graph = _in_source_order(graph)
-    of_types: dict[Any, Mapping[str, NodeColumn]] = {**graph.node_data, **graph.edge_data}
-    dtypes = {kind: resolve_dtypes(columns, feature_dtype) for kind, columns in of_types.items()}
+    data: dict[Any, Mapping[str, NodeColumn]] = {**graph.node_data, **graph.edge_data}
+    dtypes = {type_key: resolve_dtypes(columns, feature_dtype) for type_key, columns in data.items()}
     writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), dtypes, formats)
     config = f"{safe_name(graph.name)}.json"
     with (
@@ -356,42 +377,44 @@ def write_dgl_format(
 
 
 def _in_source_order(graph: RawGraph) -> RawGraph:
-    orders = {etype: np.argsort(ids) for etype, ids in graph.edge_ids.items()}
-    edges = {etype: (graph.edges[etype][0][o], graph.edges[etype][1][o]) for etype, o in orders.items()}
-    data = {
-        etype: {name: rows[o] for name, rows in graph.edge_data.get(etype, {}).items()}
-        for etype, o in orders.items()
-    }
-    return replace(graph, edges={**graph.edges, **edges}, edge_data={**graph.edge_data, **data}, edge_ids={})
+    """Return ``graph`` with its edges in the order of their ids in the source."""
+    edges = dict(graph.edges)
+    edge_data = dict(graph.edge_data)
+    for etype, ids in graph.edge_ids.items():
+        order = np.argsort(ids)
+        src, dst = graph.edges[etype]
+        edges[etype] = (src[order], dst[order])
+        edge_data[etype] = {name: rows[order] for name, rows in graph.edge_data.get(etype, {}).items()}
+    return replace(graph, edges=edges, edge_data=edge_data, edge_ids={})
 
 
 def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Array, Array]) -> dgl.DGLGraph:
     """Return the graph of a part like DGL's, with its nodes, then the halo, and columns like ``dgl.NID``.
 
-    ``ends`` are the homogeneous (sources, destinations) of the in-edges of its nodes, in the order of their
-    ids.
+    ``ends`` are the (sources, destinations) of the in-edges of its nodes, in the order of the edge ids. All
+    ids are over all types.
     """
     first, last = nodes.part_range(part)
     source, destination = ends
-    owned = (source >= first) & (source < last)
-    halo = np.unique(source[~owned])
-    local_sources = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
-    global_ids = np.concatenate([np.arange(first, last), halo])
-    kinds, owners = nodes.locate(global_ids)
+    is_owned = (source >= first) & (source < last)
+    halo = np.unique(source[~is_owned])
+    # Local ids number the owned nodes first, and then the halo.
+    local_sources = np.where(is_owned, source - first, (last - first) + np.searchsorted(halo, source))
     local_ends = torch.from_numpy(local_sources), torch.from_numpy(destination - first)
+    global_ids = np.concatenate([np.arange(first, last), halo])
+    node_types, owners = nodes.locate(global_ids)
     structure = dgl.graph(local_ends, num_nodes=len(global_ids))
     structure.ndata[dgl.NID] = _convert_ids(global_ids)
     structure.ndata["part_id"] = _convert_ids(owners)
     structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
+
     edge_ids = np.arange(*edges.part_range(part))
     structure.edata[dgl.EID] = _convert_ids(edge_ids)
     structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
-
     if len(nodes.starts) > 1 or len(edges.starts) > 1:
-        structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
-        edge_kinds, _ = edges.locate(edge_ids)
-        structure.edata[dgl.ETYPE] = torch.from_numpy(edge_kinds.astype(np.int32))
-
+        structure.ndata[dgl.NTYPE] = torch.from_numpy(node_types.astype(np.int32))
+        edge_types, _ = edges.locate(edge_ids)
+        structure.edata[dgl.ETYPE] = torch.from_numpy(edge_types.astype(np.int32))
     return structure
 
 
@@ -404,51 +427,58 @@ class _DglWriter:
         dtypes: Mapping[str | EdgeType, Mapping[str, str]],
         formats: str | Sequence[str] | None,
     ) -> None:
-        self._graph, self._formats = graph, formats
+        self._graph = graph
+        self._formats = formats
         self._nodes = nodes
-        self._bfloat16, self._dtypes = bfloat16, dtypes
+        self._bfloat16 = bfloat16
+        self._dtypes = dtypes
         self._ntypes = list(graph.num_nodes)
-        self._edges: dict[EdgeType, EdgeOrder] = {
-            etype: relabel_edges(graph, etype, nodes[etype[0]], nodes[etype[2]]) for etype in graph.edges
-        }
+        self._edges: dict[EdgeType, EdgeOrder] = {}
+        for etype in graph.edges:
+            self._edges[etype] = relabel_edges(graph, etype, nodes[etype[0]], nodes[etype[2]])
         self._node_ranges = IdRanges.from_offsets([order.offsets for order in nodes.values()])
         self._edge_ranges = IdRanges.from_offsets([order.offsets for order in self._edges.values()])
+
+        # The edges of a single part keep their ids.
         self._renumbers = max(len(order.offsets) for order in nodes.values()) > 2
 
     def write_part(self, part: int, folder: Path) -> None:
         folder.mkdir()
         structure = part_structure(self._node_ranges, self._edge_ranges, part, self._find_ends(part))
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [structure], formats=self._formats)
+
         node_rows = {ntype: rows_of(order, part) for ntype, order in self._nodes.items()}
-        edge_rows = {
-            etype: rows_of(order, part) if self._renumbers else np.arange(len(order.indices))
-            for etype, order in self._edges.items()
-        }
+        edge_rows = {etype: rows_of(order, part) for etype, order in self._edges.items()}
+        if not self._renumbers:
+            edge_rows = {etype: np.arange(len(rows)) for etype, rows in edge_rows.items()}
         self._save_rows(folder, "node_feats", _ORIGINAL_IDS, node_rows, self._graph.node_data)
         self._save_rows(folder, "edge_feats", "orig_eids.dgl", edge_rows, self._graph.edge_data)
 
     def _save_rows(
         self,
         folder: Path,
-        kind: str,
-        ids: str,
-        rows_of: Mapping[K, Array],
+        key: str,
+        ids_file: str,
+        rows_by_type: Mapping[K, Array],
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
-        columns = {
-            f"{_name(owner)}/{name}": self._make_tensor((owner, name), column, rows)
-            for owner, rows in rows_of.items()
-            for name, column in data.get(owner, {}).items()
-        }
-        save_tensors(str(folder / _FILES[kind]), columns)
-        save_tensors(str(folder / ids), {_name(owner): _convert_ids(rows) for owner, rows in rows_of.items()})
+        """Write the columns and the original ids of the rows of one part."""
+        columns = {}
+        original_ids = {}
+        for type_key, rows in rows_by_type.items():
+            type_name = _encode_type(type_key)
+            original_ids[type_name] = _convert_ids(rows)
+            for name, column in data.get(type_key, {}).items():
+                columns[f"{type_name}/{name}"] = self._make_tensor((type_key, name), column, rows)
+        save_tensors(str(folder / _FILES[key]), columns)
+        save_tensors(str(folder / ids_file), original_ids)
 
     def config(self, assignment: Assignment) -> dict[str, object]:
-        etypes = [_name(etype) for etype in self._edges]
-        parts = {
-            f"part-{part}": {kind: f"part{part}/{name}" for kind, name in _FILES.items()}
-            for part in range(assignment.num_parts)
-        }
+        """Return the content of DGL's JSON file."""
+        etypes = [_encode_type(etype) for etype in self._edges]
+        parts = {}
+        for part in range(assignment.num_parts):
+            parts[f"part-{part}"] = {key: f"part{part}/{name}" for key, name in _FILES.items()}
         return {
             "graph_name": self._graph.name,
             "num_nodes": self._graph.total_nodes,
@@ -458,19 +488,19 @@ class _DglWriter:
             "halo_hops": 1,
             "node_map": ranges_by_type(self._ntypes, self._node_ranges),
             "edge_map": ranges_by_type(etypes, self._edge_ranges),
-            "ntypes": {name: number for number, name in enumerate(self._ntypes)},
-            "etypes": {name: number for number, name in enumerate(etypes)},
+            "ntypes": {name: index for index, name in enumerate(self._ntypes)},
+            "etypes": {name: index for index, name in enumerate(etypes)},
             **parts,
         }
 
     def _find_ends(self, part: int) -> tuple[Array, Array]:
+        """Return the sources and destinations of the edges of one part, as ids over all types."""
         sources = [np.empty(0, np.int64)]
         destinations = [np.empty(0, np.int64)]
         for etype, order in self._edges.items():
             nodes = self._nodes[etype[2]].offsets
-            kind = self._ntypes.index(etype[2])
             degrees = np.diff(order.indptr[nodes[part] : nodes[part + 1] + 1])
-            first = self._node_ranges.starts[kind, part]
+            first = self._node_ranges.starts[self._ntypes.index(etype[2]), part]
             destinations.append(np.repeat(first + np.arange(len(degrees)), degrees))
             indices = order.indices[order.offsets[part] : order.offsets[part + 1]]
             sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
@@ -485,26 +515,32 @@ class _DglWriter:
     def _make_tensor(
         self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array
     ) -> torch.Tensor:
-        kind, name = column
-        dtype = self._dtypes[kind].get(name, values.dtype.name)
+        """Return ``rows`` of ``values``, which is ``column`` (type, name), in the dtype to store."""
+        type_key, name = column
+        dtype = self._dtypes[type_key].get(name, values.dtype.name)
         if dtype == values.dtype.name:
             array = take_rows(values, rows)
         else:
             array = np.empty((len(rows), *values.shape[1:]), numpy_dtype(dtype))
             step = max(CHUNK_BYTES // max(array[:1].nbytes, 1), 1)
+
+            # Rows are converted in chunks, so that their wider values are never all in memory.
             for first in range(0, len(rows), step):
                 chunk = rows[first : first + step]
-                description = f"{name!r} of {kind!r}"
+                description = f"{name!r} of {type_key!r}"
                 array[first : first + step] = narrow(take_rows(values, chunk), dtype, description, chunk)
 
         if column in self._bfloat16 or dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:
             array = array.view(np.uint8)
+
         try:
             return torch.from_numpy(np.ascontiguousarray(array))
         except (TypeError, ValueError) as problem:
-            raise ConfigError(f"{kind}/{name} is {array.dtype}, which DGL's files cannot hold") from problem
+            raise ConfigError(
+                f"{type_key}/{name} is {array.dtype}, which DGL's files cannot hold"
+            ) from problem
 
 
 def _convert_ids(ids: Array) -> torch.Tensor:
@@ -523,13 +559,16 @@ def _check_names(graph: RawGraph) -> None:
     for name in graph.num_nodes:
         if ":" in name or "/" in name:
             raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")
-    if changed := [etype[1] for etype in graph.edges if _name(etype) != format_type(etype)]:
+    changed = [etype[1] for etype in graph.edges if _encode_type(etype) != format_type(etype)]
+    if changed:
         examples = f"{len(changed)}, such as {', '.join(changed[:3])}"
         _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", examples)
 
 
-def _name(kind: str | EdgeType) -> str:
-    if isinstance(kind, str):
-        return kind
-    relation = re.sub("[%/:]", lambda match: f"%{ord(match[0]):02X}", kind[1])
-    return format_type((kind[0], relation, kind[2]))
+def _encode_type(type_key: str | EdgeType) -> str:
+    """Return the name of a type in DGL's files."""
+    if isinstance(type_key, str):
+        return type_key
+    source, relation, destination = type_key
+    encoded = re.sub("[%/:]", lambda match: f"%{ord(match[0]):02X}", relation)
+    return format_type((source, encoded, destination))

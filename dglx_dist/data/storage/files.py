@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -33,8 +33,8 @@ _MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.esca
 def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` for the caller to fill and rename.
 
-    If the caller does not rename it, it is removed. Abandoned partial folders of the same target are removed
-    first.
+    If the caller does not rename the folder, it is removed. Abandoned partial folders of the same target are
+    removed first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned_of(target)
@@ -44,17 +44,18 @@ def partial_folder(target: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        left = partial_name(target)
+        # Other ranks may still write to the folder, so it gets a new name before it is removed.
+        removed_folder = partial_name(target)
         with suppress(OSError):  # The caller has renamed it.
-            folder.rename(left)  # Other ranks may still write to it, so it gets another name first.
-        shutil.rmtree(left, ignore_errors=True)
+            folder.rename(removed_folder)
+        shutil.rmtree(removed_folder, ignore_errors=True)
 
 
 @contextmanager
 def replace_atomically(target: Path) -> Iterator[Path]:
-    """Yield the path of a new file beside ``target``. At the end it is synchronised and replaces ``target``.
+    """Yield the path of a new file beside ``target``, and then replace ``target`` by it.
 
-    If an error occurs, ``target`` stays unchanged.
+    The new file is synchronised to disk first. If an error occurs, ``target`` stays unchanged.
     """
     partial = partial_name(target)
     try:
@@ -65,19 +66,20 @@ def replace_atomically(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def read_small_file(path: Path, most: int = 1 << 28) -> bytes:
+def read_small_file(path: Path, max_bytes: int = 1 << 28) -> bytes:
     """Return the content of a small file, such as JSON.
 
     Devices and pipes may never end, and parsed values take many times the memory of their text. Raises
-    OSError if it is not a regular file, or has more than ``most`` bytes.
+    OSError if ``path`` is not a regular file, or has more than ``max_bytes`` bytes.
     """
+    # Opening a pipe would wait for a writer without O_NONBLOCK.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {format_bytes(most)}", str(path))
-        # read(most) would allocate a buffer of that size first.
+        if status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {format_bytes(max_bytes)}", str(path))
+        # read(max_bytes) would allocate a buffer of that size first.
         return file.read(status.st_size)
 
 
@@ -92,14 +94,15 @@ def remove_abandoned_of(target: Path) -> None:
 def remove_abandoned(folder: Path, *, below: bool = True) -> None:
     """Remove the partial files and folders of killed processes. With ``below``, also those in subfolders.
 
-    A partial file of this machine is abandoned if its process has ended. One of another machine is abandoned
-    if it is a day old. Files that cannot be removed are kept.
+    A partial file of this machine is abandoned if its process has ended. A partial file of another machine is
+    abandoned if it is a day old. Files that cannot be removed are kept.
     """
     # os.walk tolerates other ranks and runs that make and remove folders here at the same time.
-    for parent, names, files in os.walk(folder):
-        for name in [name for name in (*names, *files) if name.endswith(PARTIAL_SUFFIX)]:
-            if name in names:
-                names.remove(name)
+    for parent, folder_names, file_names in os.walk(folder):
+        partial_names = [name for name in (*folder_names, *file_names) if name.endswith(PARTIAL_SUFFIX)]
+        for name in partial_names:
+            if name in folder_names:
+                folder_names.remove(name)  # os.walk does not enter the folder.
             if _is_abandoned(Path(parent, name)):
                 _remove(Path(parent, name))
         if not below:
@@ -129,14 +132,17 @@ def _is_abandoned(partial: Path) -> bool:
     except OSError:
         return False  # Another rank has just removed it.
 
-    is_here = maker["host"] == _get_host()
-    return age_s > _ABANDONED_S or (is_here and not psutil.pid_exists(int(maker["process"])))
+    if age_s > _ABANDONED_S:
+        return True
+    is_of_this_machine = maker["host"] == _get_host()
+    return is_of_this_machine and not psutil.pid_exists(int(maker["process"]))
 
 
 def _get_host() -> str:
-    # A dot separates it from the folder's name, so it has none. Containers may share a host name but have
-    # their own process ids, so the id of the pid namespace is included.
-    return f"{os.uname().nodename.replace('.', '_')}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    # A dot separates the host from the folder's name, so the host has none. Containers may share a host name
+    # but have their own process ids, so the id of the pid namespace is included.
+    host = os.uname().nodename.replace(".", "_")
+    return f"{host}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 @contextmanager
@@ -144,7 +150,7 @@ def name_write_failures(folder: Path) -> Iterator[None]:
     """Raise StorageError with the name of ``folder`` for any OSError inside, such as a full disk."""
     try:
         yield
-    except DglxError:  # Some of them are an OSError too.
+    except DglxError:  # Some errors of this package are an OSError, too.
         raise
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}; choose another place") from error
@@ -175,8 +181,8 @@ def check_replaceable(
 ) -> None:
     """Raise StorageError unless ``folder`` is absent or empty, or holds ``content`` to overwrite.
 
-    ``is_same`` returns whether a folder holds ``content``, a phrase for messages. ``overwrite`` is None if
-    the user has no such option.
+    ``content`` is a phrase for messages, and ``is_same`` returns whether a folder holds this content.
+    ``overwrite`` is None if the user has no such option.
     """
     if folder.is_symlink():  # The finished folder would replace the link.
         raise StorageError(f"{folder} is a symbolic link; give the folder itself, {folder.resolve()}")
@@ -184,14 +190,14 @@ def check_replaceable(
         raise StorageError(f"{folder} is a file; choose another folder")
     if not folder.exists() or not any(folder.iterdir()):
         return
+
     if not overwrite:
         remedy = "remove it yourself" if overwrite is None else "give --overwrite (in Python overwrite=True)"
         raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
-
     if not is_same(folder):
         raise StorageError(
-            f"{folder} does not hold {content}, so it is not overwritten; choose another folder, or remove "
-            "it yourself"
+            f"{folder} does not hold {content}, so it is not overwritten; choose another "
+            "folder, or remove it yourself"
         )
 
 
@@ -207,8 +213,8 @@ def place_folder(
 def replace_folder(folder: Path, target: Path) -> None:
     """Replace ``target`` by ``folder``, then remove the old content.
 
-    It is atomic if the system can exchange two names (Linux). Otherwise the old folder is renamed to
-    ``*.partial`` first, and removed at the end.
+    The replacement is atomic if the system can exchange two names (Linux). Otherwise the old folder is
+    renamed to ``*.partial`` first, and removed at the end.
     """
     _sync_tree(folder)
     if _exchange(folder, target):
@@ -223,7 +229,7 @@ def replace_folder(folder: Path, target: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove ``folder``. If it is interrupted, the remaining files count as abandoned."""
+    """Remove ``folder``. If the removal is interrupted, the remaining files count as abandoned."""
     partial = partial_name(folder)
     folder.rename(partial)
     shutil.rmtree(partial)
@@ -260,8 +266,8 @@ def lock_shared(path: Path, mode: int = 0o777) -> int:
 def lock_exclusive(path: Path, limit_s: float) -> int:
     """Take an exclusive lock on ``path``, and return a descriptor. Closing it releases the lock.
 
-    A file system without locks is not locked. Raises StorageError if another process holds the lock for
-    ``limit_s``.
+    On a file system without locks, the descriptor has no lock. Raises StorageError if another process holds
+    the lock for ``limit_s``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -273,8 +279,8 @@ def lock_exclusive(path: Path, limit_s: float) -> int:
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise StorageError(
-                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or choose another "
-                    "folder"
+                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or "
+                    "choose another folder"
                 ) from None
             time.sleep(0.2)
         except OSError:
@@ -305,20 +311,29 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names, and return whether it succeeded. Python has no function for this system call."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
     names = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))
-    return rename is not None and rename(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0
+    return bool(rename(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0)
 
 
 _MANY_FILES = 100
 
 
 def _sync_tree(folder: Path) -> None:
+    # The empty name stands for the folder itself.
     paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in (*names, "")]
-    # A file system commits concurrent requests together, while 3,000 files one by one took a minute. Few
-    # files use no threads, because a thread takes 8 MB of address space.
-    with ThreadPoolExecutor(16) if len(paths) > _MANY_FILES else nullcontext() as pool:
-        list((pool.map if pool else map)(synchronise, paths))
+    # Few files use no threads, because a thread takes 8 MB of address space.
+    if len(paths) <= _MANY_FILES:
+        for path in paths:
+            synchronise(path)
+        return
+
+    # A file system commits concurrent requests together, while 3,000 files one by one took a minute.
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(synchronise, paths))  # The list raises the errors of the threads.
 
 
 def synchronise(path: Path) -> None:

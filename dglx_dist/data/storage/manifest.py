@@ -32,8 +32,10 @@ FORMAT = "dglx-dataset"
 VERSION = 1
 _NO_CHECKSUM = "00000000"
 _Count: TypeAlias = Annotated[int, Within(0, (1 << 63) - 1)]
+"""Number that fits int64."""
 _INTEGERS = {dtype for dtype in DTYPES if dtype.startswith(("int", "uint"))}
 _EtypeName: TypeAlias = Annotated[tuple[str, ...], Within(3, 3)]
+"""Names of the source type, the relation and the destination type."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,8 +84,13 @@ class Manifest:
     def class_names(self) -> dict[str, list[str]]:
         """Names of the classes by type, for types with names in the source."""
         names_by_type = self.parameters.get("class_names")
-        lists = names_by_type.items() if isinstance(names_by_type, Mapping) else ()
-        return {kind: list(map(str, names)) for kind, names in lists if isinstance(names, list | tuple)}
+        if not isinstance(names_by_type, Mapping):
+            return {}
+        class_names = {}
+        for ntype, names in names_by_type.items():
+            if isinstance(names, list | tuple):
+                class_names[ntype] = [str(name) for name in names]
+        return class_names
 
     def num_nodes(self, ntype: str) -> int:
         return int(self.node_offsets[ntype][-1])
@@ -118,12 +125,14 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         num_nodes = count_owned(manifest.node_offsets[ntype])
         original_ids = StoredArray(IDS, num_nodes, manifest.num_nodes(ntype), f"{ntype!r} nodes")
         arrays[f"{folder}/original_ids.arrow"] = original_ids
-        if (kind := manifest.user_ids.get(ntype)) is not None:
-            arrays[f"{folder}/user_ids.arrow"] = StoredArray(IDS if kind == "int64" else STRINGS, num_nodes)
+        if ntype in manifest.user_ids:
+            info = IDS if manifest.user_ids[ntype] == "int64" else STRINGS
+            arrays[f"{folder}/user_ids.arrow"] = StoredArray(info, num_nodes)
+
         num_classes = manifest.num_classes.get(ntype)
         for name, info in columns.items():
+            array = _describe_column(info, num_nodes)
             is_label = name == LABEL and info.row_shape == () and info.dtype in _INTEGERS
-            array = _column(info, num_nodes)
             if is_label and num_classes is not None:
                 # Negative values stand for no label.
                 array = array._replace(upper_bound=num_classes, refers_to="num_classes", minimum=None)
@@ -132,31 +141,31 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
     for etype, columns in manifest.edge_columns.items():
         folder = edge_folder(part, etype)
         num_edges = count_owned(manifest.edge_offsets[etype])
-        num_rows = count_owned(manifest.node_offsets[etype[2]]) + 1
+        num_row_pointers = count_owned(manifest.node_offsets[etype[2]]) + 1
         num_sources = manifest.num_nodes(etype[0])
         original_ids = StoredArray(IDS, num_edges, manifest.num_edges(etype), f"edges {etype}")
-        indptr = StoredArray(IDS, num_rows, num_edges + 1, f"edges {etype} of the part")
+        # The last row pointer is the number of edges.
+        indptr = StoredArray(IDS, num_row_pointers, num_edges + 1, f"edges {etype} of the part")
         arrays[f"{folder}/indptr.arrow"] = indptr
         arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, num_sources, f"{etype[0]!r} nodes")
         arrays[f"{folder}/original_ids.arrow"] = original_ids
-        arrays |= {data_path(folder, name): _column(info, num_edges) for name, info in columns.items()}
-
+        for name, info in columns.items():
+            arrays[data_path(folder, name)] = _describe_column(info, num_edges)
     return arrays
 
 
-def _column(info: ColumnInfo, num_rows: int) -> StoredArray:
-    # Booleans are stored as bytes, and code that counts and indexes by masks relies on 0 and 1.
-    return StoredArray(info, num_rows, *((2, "booleans") if info.dtype == "bool" else ()))
+def _describe_column(info: ColumnInfo, num_rows: int) -> StoredArray:
+    if info.dtype == "bool":
+        # Booleans are stored as bytes, and code that counts and indexes by masks relies on 0 and 1.
+        return StoredArray(info, num_rows, upper_bound=2, refers_to="booleans")
+    return StoredArray(info, num_rows)
 
 
 def to_json(manifest: Manifest) -> dict[str, object]:
     """Return the manifest as JSON values, without its checksum."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": manifest.name,
-        "num_parts": manifest.num_parts,
-        "node_types": [
+    node_types = []
+    for ntype, columns in manifest.node_columns.items():
+        node_types.append(
             {
                 "name": ntype,
                 "offsets": manifest.node_offsets[ntype].tolist(),
@@ -164,23 +173,28 @@ def to_json(manifest: Manifest) -> dict[str, object]:
                 "num_classes": manifest.num_classes.get(ntype),
                 "user_ids": manifest.user_ids.get(ntype),
             }
-            for ntype, columns in manifest.node_columns.items()
-        ],
-        "edge_types": [
-            {
-                "name": list(etype),
-                "offsets": manifest.edge_offsets[etype].tolist(),
-                "columns": _columns_to_json(columns),
-            }
-            for etype, columns in manifest.edge_columns.items()
-        ],
+        )
+
+    edge_types = []
+    for etype, columns in manifest.edge_columns.items():
+        offsets = manifest.edge_offsets[etype].tolist()
+        edge_types.append({"name": list(etype), "offsets": offsets, "columns": _columns_to_json(columns)})
+
+    files = {}
+    for path, info in manifest.files.items():
+        files[path] = {"bytes": info.num_bytes, "crc32": info.checksum}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": manifest.name,
+        "num_parts": manifest.num_parts,
+        "node_types": node_types,
+        "edge_types": edge_types,
         "method": manifest.method,
         "seed": manifest.seed,
         "parameters": dict(manifest.parameters),
         "quality": dict(manifest.quality),
-        "files": {
-            path: {"bytes": info.num_bytes, "crc32": info.checksum} for path, info in manifest.files.items()
-        },
+        "files": files,
     }
 
 
@@ -202,7 +216,8 @@ def from_json(value: object, where: str) -> Manifest:
         node_columns[ntype] = _read_columns(item.nested_fields("columns"))
         if item.raw_value("num_classes") is not None:
             num_classes[ntype] = item.integer("num_classes", 0)
-        if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
+        kind = item.choice("user_ids", ("int64", "string", None))
+        if kind is not None:
             user_ids[ntype] = kind
         item.reject_unread()
 
@@ -234,20 +249,26 @@ def from_json(value: object, where: str) -> Manifest:
     )
     top.reject_unread()
 
-    for etype in manifest.edge_types:
-        for ntype in (etype[0], etype[2]):
-            if ntype not in node_columns:
-                raise StorageError(f"{where}: key 'edge_types' has {etype}, but no node type is {ntype!r}")
-
-    for ntype, names in manifest.class_names.items():
-        if len(names) != (classes := num_classes.get(ntype, 0)):
-            raise StorageError(f"{where}: {len(names)} class_names for {classes} classes of {ntype!r}")
+    _check_types(manifest, where)
     _check_files(manifest, where)
     return manifest
 
 
+def _check_types(manifest: Manifest, where: str) -> None:
+    for etype in manifest.edge_types:
+        for ntype in (etype[0], etype[2]):
+            if ntype not in manifest.node_columns:
+                raise StorageError(f"{where}: key 'edge_types' has {etype}, but no node type is {ntype!r}")
+
+    for ntype, names in manifest.class_names.items():
+        num_classes = manifest.num_classes.get(ntype, 0)
+        if len(names) != num_classes:
+            raise StorageError(f"{where}: {len(names)} class_names for {num_classes} classes of {ntype!r}")
+
+
 def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
     """Write ``manifest.json`` into ``folder``, and return the manifest with its checksum."""
+    # The checksum is that of the text with zeros in the place of the checksum.
     blank = json.dumps({**to_json(manifest), "checksum": _NO_CHECKSUM}, indent=1, ensure_ascii=True)
     value = f"{zlib.crc32(blank.encode()):08x}"
     head, _, tail = blank.rpartition(_NO_CHECKSUM)
@@ -259,25 +280,25 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a dataset. Raise StorageError if it is missing, damaged, or too new."""
     path = folder / MANIFEST
     try:
-        raw = read_small_file(path)
+        content = read_small_file(path)
     except OSError as problem:
         raise StorageError(_explain_unreadable(folder, problem)) from problem
 
     try:
-        value = json.loads(raw)
+        value = json.loads(content)
     except (ValueError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
 
     top = Fields(value, str(path), error=StorageError)
-    # The version is checked first: a newer format may compute its checksum differently.
+    # The version is checked first, because a newer format may compute its checksum differently.
     _check_format(top)
     stated = top.text("checksum")
-    head, _, tail = raw.rpartition(f'"{stated}"'.encode(errors="replace"))
+    head, _, tail = content.rpartition(f'"{stated}"'.encode(errors="replace"))
     blank = head + f'"{_NO_CHECKSUM}"'.encode() + tail
     if f"{zlib.crc32(blank):08x}" != stated:
         raise StorageError(
-            f"{path} does not match its checksum {stated!r}, so it was damaged or edited; copy it again or "
-            "partition again"
+            f"{path} does not match its checksum {stated!r}, so it was damaged or edited; "
+            "copy it again or partition again"
         )
 
     del value["checksum"]
@@ -285,7 +306,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _explain_unreadable(folder: Path, problem: OSError) -> str:
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else [folder]:
+    """Return a message with the reason why ``folder`` has no readable manifest."""
+    paths = sorted(folder.glob("*.json")) if folder.is_dir() else [folder]
+    for path in paths:
         if is_dgl_config(path):
             return f'{folder} is in the format of DGL; open it with dx.DistGraph(part_config="{path}")'
     if not folder.exists():
@@ -297,9 +320,10 @@ def _explain_unreadable(folder: Path, problem: OSError) -> str:
         reason = f"it has no {MANIFEST}"
     else:
         reason = f"its {MANIFEST} cannot be read ({problem.strerror})"
+
     return (
-        f"{folder} is not a partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR` "
-        "or dx.partition_graph"
+        f"{folder} is not a partitioned dataset: {reason}; write one with `dglx partition "
+        "DATA --out DIR` or dx.partition_graph"
     )
 
 
@@ -319,15 +343,16 @@ def _check_format(top: Fields) -> None:
     version = top.integer("version", 1)
     if version > VERSION:
         raise StorageError(
-            f"{top.where} has format version {version}, but this program reads up to version {VERSION}; "
-            "update dglx_dist, or partition again with this version"
+            f"{top.where} has format version {version}, but this program reads up to version "
+            f"{VERSION}; update dglx_dist, or partition again with this version"
         )
 
 
 def _read_offsets(item: Fields, num_parts: int) -> Array:
     count = num_parts + 1
     offsets = item.value("offsets", Annotated[tuple[_Count, ...], Within(count, count)])
-    if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
+    never_falls = all(earlier <= later for earlier, later in pairwise(offsets))
+    if offsets[0] != 0 or not never_falls:
         raise item.field_error("offsets", "numbers that start at 0 and never fall")
     return np.array(offsets, dtype=np.int64)
 
@@ -353,11 +378,14 @@ def _read_file_info(item: Fields) -> FileInfo:
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
-    expected = {path for part in range(manifest.num_parts) for path in part_arrays(manifest, part)}
-    wrong = sorted(expected ^ manifest.files.keys())
-    if wrong:
-        problem = "lacks" if wrong[0] in expected else "has the unexpected"
-        raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")
+    expected: set[str] = set()
+    for part in range(manifest.num_parts):
+        expected.update(part_arrays(manifest, part))
+    differing = sorted(expected ^ manifest.files.keys())
+    if differing:
+        path = differing[0]
+        problem = "lacks" if path in expected else "has the unexpected"
+        raise StorageError(f"{where}: key 'files' {problem} {path!r}; partition the graph again")
 
 
 _PART_FOLDER = re.compile(r"part\d+")
@@ -377,5 +405,9 @@ def put_in_place(partial: Path, folder: Path, overwrite: bool | None) -> None:
 def _is_dataset(folder: Path) -> bool:
     # The dataset may be damaged or of another version, but the folder must not have foreign files.
     names = {path.name for path in folder.iterdir()}
-    unknown_names = {name for name in names - {MANIFEST, CACHE} if not _PART_FOLDER.fullmatch(name)}
-    return MANIFEST in names and not unknown_names and FORMAT.encode() in read_small_file(folder / MANIFEST)
+    if MANIFEST not in names:
+        return False
+    for name in names - {MANIFEST, CACHE}:
+        if not _PART_FOLDER.fullmatch(name):
+            return False
+    return FORMAT.encode() in read_small_file(folder / MANIFEST)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 import numpy as np
 
 from dglx_dist.data.external_memory import Workspace, concatenate_chunks
-from dglx_dist.data.storage.arrays import ArrayCache, checksum_of
+from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder, checksum_of
 from dglx_dist.data.storage.columns import (
     CACHE,
     STRINGS,
@@ -50,83 +50,119 @@ _STAMPS = f"{CACHE}/verified.json"
 Stamps: TypeAlias = dict[str, list[object]]
 """Stamps of verified files by path: [size, modification time in ns, time of the inode's change in ns,
 checksum]. If values were checked against ranges, the checksum of the manifest with the ranges follows. The
-time of an inode cannot be set, so copies, and stamps that came with a dataset, do not count as verified."""
+change time of an inode cannot be set. So copies, and stamps that came with a dataset, are not verified."""
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     """Compare the files on this machine with their checksums, and ids, masks and labels with their ranges.
 
     ``full`` reads all files. ``auto`` skips files with the same size and times as at the last verification,
-    which are recorded in ``cache/verified.json``. If that cannot be written, a warning is logged, and every
+    which ``cache/verified.json`` records. If this record cannot be written, a warning is logged, and every
     opening reads all files. Raises StorageError if a file is damaged, and DatasetError if a value is out of
     range.
     """
     if verify == "never":
         return
+
     files = manifest.files
-    parts = range(manifest.num_parts)
-    arrays = (item for part in parts for item in part_arrays(manifest, part).items())
-    ids = {path: array for path, array in arrays if array.upper_bound is not None}
-    stamps = _read_stamps(folder) if verify == "auto" else {}
-    current = {
-        path: [*_make_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
-        for path, info in files.items()
-        if (folder / path).exists()
-    }
-    changed = [path for path in current if stamps.get(path) != current[path]]
+    bounded_arrays = {}
+    for part in range(manifest.num_parts):
+        for path, array in part_arrays(manifest, part).items():
+            if array.upper_bound is not None:
+                bounded_arrays[path] = array
+
+    stamps = {}
+    for path, info in files.items():
+        if (folder / path).exists():
+            stamps[path] = _make_stamp(folder / path, info)
+            if path in bounded_arrays:
+                stamps[path].append(manifest.checksum)
+
+    changed = list(stamps)
+    if verify == "auto":
+        verified_stamps = _read_stamps(folder)
+        changed = [path for path in stamps if stamps[path] != verified_stamps.get(path)]
     if not changed:
         return
     num_bytes = sum(files[path].num_bytes for path in changed)
     with progress("Checking files", num_bytes, enabled=num_bytes > _PROGRESS_BYTES) as advance:
         for path in changed:
             check_file(folder / path, files[path], "copy it again or partition the graph again")
-            if path in ids:
-                _check_values(folder, path, ids[path])
+            if path in bounded_arrays:
+                _check_values(folder, path, bounded_arrays[path])
             advance(files[path].num_bytes)
 
-    _write_stamps(folder, current)
+    _write_stamps(folder, stamps)
 
 
 def _check_values(folder: Path, path: str, array: StoredArray) -> None:
+    """Raise DatasetError if an array has a value outside its bounds, or another dtype or shape."""
     name = Path(path).stem
     bound = array.upper_bound or 0
-    values = read_column(folder / path, name, array.info if "/data/" in path else None, array.num_rows)
-    where = f"{folder}: part {path.split('/')[0].removeprefix('part')} is wrong: in {path}, {name}"
+    # The columns of users have an info that the file must match. Ids are checked here.
+    info = array.info if "/data/" in path else None
+    values = read_column(folder / path, name, info, array.num_rows)
+
+    part = path.split("/")[0].removeprefix("part")
+    where = f"{folder}: part {part} is wrong: in {path}, {name}"
     remedy = "copy the part again or partition the graph again"
-    dtypes = ("int32", "int64") if array.info is None else (array.info.dtype,)
-    if values.dtype.name not in dtypes or values.ndim != 1 + len(array.info.row_shape if array.info else ()):
+    dtypes: tuple[str, ...] = ("int32", "int64")
+    num_dimensions = 1
+    if array.info is not None:
+        dtypes = (array.info.dtype,)
+        num_dimensions += len(array.info.row_shape)
+    if values.dtype.name not in dtypes or values.ndim != num_dimensions:
         types = " or ".join(dtypes)
         raise DatasetError(f"{where} is {values.dtype} of shape {values.shape}, expected {types}; {remedy}")
-    items = values.reshape(-1).view(np.uint8) if values.dtype == np.bool_ else values
-    i = find_first_invalid(items, bound, least=array.minimum, is_indptr=name == "indptr")
-    if i is not None:
-        expected = f"below {bound}" if array.minimum is None else f"0 to {bound - 1}"
-        if name == "indptr":
-            expected = f"numbers that never fall, from 0 at first to {bound - 1} at last"
-        raise DatasetError(f"{where}[{i}] is {items[i]}, expected {expected} ({array.refers_to}); {remedy}")
+
+    if values.dtype == np.bool_:
+        # Damaged booleans may be neither 0 nor 1.
+        values = values.reshape(-1).view(np.uint8)
+    is_indptr = name == "indptr"
+    i = find_first_invalid(values, bound, minimum=array.minimum, is_indptr=is_indptr)
+    if i is None:
+        return
+
+    expected = f"0 to {bound - 1}"
+    if is_indptr:
+        expected = f"numbers that never fall, from 0 at first to {bound - 1} at last"
+    elif array.minimum is None:
+        expected = f"below {bound}"
+    raise DatasetError(f"{where}[{i}] is {values[i]}, expected {expected} ({array.refers_to}); {remedy}")
 
 
 def find_first_invalid(
-    values: Array, bound: int, *, least: int | None = 0, is_indptr: bool = False
+    values: Array, bound: int, *, minimum: int | None = 0, is_indptr: bool = False
 ) -> int | None:
-    """Return the position of the first of (K,) integers outside [``least``, ``bound``), or None.
+    """Return the position of the first of (K,) integers outside [``minimum``, ``bound``), or None.
 
-    With ``is_indptr`` there must be at least one, and they must also rise from 0 to ``bound`` - 1.
+    A ``minimum`` of None allows all values below ``bound``. With ``is_indptr`` there must be at least one
+    value, and values must also rise from 0 to ``bound`` - 1.
     """
     if is_indptr and values[0] != 0:
         return 0
+
     for start in range(0, len(values), _VALUES):
         # The chunk includes the last value of the previous one, to compare neighbours.
         first = max(start - 1, 0)
         chunk = values[first : start + _VALUES]
         # Minimum and maximum need no temporary arrays, which takes a third of the time.
-        is_low = least is not None and chunk.min() < least
-        if is_low or chunk.max() >= bound or (is_indptr and (chunk[1:] < chunk[:-1]).any()):
-            is_wrong = (chunk >= bound) | (chunk < (chunk.min() if least is None else least))
-            if is_indptr:
-                is_wrong[1:] |= chunk[1:] < chunk[:-1]
-            return first + int(is_wrong.argmax())
-    return len(values) - 1 if is_indptr and values[-1] != bound - 1 else None
+        has_invalid = chunk.max() >= bound or (minimum is not None and chunk.min() < minimum)
+        if is_indptr:
+            has_invalid = has_invalid or (chunk[1:] < chunk[:-1]).any()
+        if not has_invalid:
+            continue
+
+        is_invalid = chunk >= bound
+        if minimum is not None:
+            is_invalid |= chunk < minimum
+        if is_indptr:
+            is_invalid[1:] |= chunk[1:] < chunk[:-1]
+        return first + int(is_invalid.argmax())
+
+    if is_indptr and values[-1] != bound - 1:
+        return len(values) - 1
+    return None
 
 
 def _make_stamp(path: Path, info: FileInfo) -> list[object]:
@@ -135,12 +171,15 @@ def _make_stamp(path: Path, info: FileInfo) -> list[object]:
 
 
 def _read_stamps(folder: Path) -> Stamps:
+    """Return the stamps of the last verification, or no stamps if they are missing or damaged."""
     try:
-        stamps = json.loads(read_small_file(folder / _STAMPS))
-        # If the checksum is wrong, all files are read again.
-        return stamps["files"] if stamps["crc32"] == checksum_of(stamps["files"]) else {}
+        record = json.loads(read_small_file(folder / _STAMPS))
+        if record["crc32"] == checksum_of(record["files"]):
+            stamps: Stamps = record["files"]
+            return stamps
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {}
+        pass
+    return {}
 
 
 def _write_stamps(folder: Path, stamps: Stamps) -> None:
@@ -166,7 +205,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
 
     Args:
         verify: See :func:`verify_files`. ``never`` also trusts the cache.
-        checked: Whether another process of this machine has just opened it with the same ``verify``.
+        checked: Whether another process of this machine has just opened the dataset with the same ``verify``.
 
     Raises:
         StorageError: the dataset is missing, half-written, damaged, or of a newer format version.
@@ -175,6 +214,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     if verify not in ("auto", "full", "never"):
         raise ConfigError(f"verify is {verify!r}; choose 'auto', 'full' or 'never'")
     folder = Path(folder).absolute()
+
     if folder.name.endswith(PARTIAL_SUFFIX):
         raise StorageError(f"{folder} was left behind by a write that was killed; delete it")
     manifest = read_manifest(folder)
@@ -182,8 +222,10 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     if not checked:
         cache.clean()
 
+    if checked and verify == "full":
+        verify = "never"
     try:
-        verify_files(folder, manifest, "never" if checked and verify == "full" else verify)
+        verify_files(folder, manifest, verify)
     except PermissionError as error:
         path = error.filename or folder
         raise StorageError(f"{path} cannot be read by this user; change its permissions") from error
@@ -210,8 +252,8 @@ class StoredDataset:
             paths = self._find_missing_files(part)
             if paths:
                 raise StorageError(
-                    f"part {part} of {self.folder} is not on this machine: {shorten_list(paths)} missing; "
-                    f"copy the folder part{part} here"
+                    f"part {part} of {self.folder} is not on this machine: "
+                    f"{shorten_list(paths)} missing; copy the folder part{part} here"
                 )
             self._parts[part] = StoredPart(self.folder, self.manifest, part)
         return self._parts[part]
@@ -266,16 +308,20 @@ class StoredPart:
         return self._map_array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
-        """Return the user's (n,) int64 or unicode ids, or None. Strings are copied."""
+        """Return the user's (n,) int64 or unicode ids, or None if the type has none.
+
+        Texts are copied to memory, or to a stage of the ``workspace``.
+        """
         path = f"{self._node_folder(ntype)}/user_ids.arrow"
-        kind = self._manifest.user_ids.get(ntype)
-        if kind is None:
+        if ntype not in self._manifest.user_ids:
             return None
         num_rows = self._stored[path].num_rows
-        if kind != "string" or workspace is None or not num_rows:
+        is_text = self._manifest.user_ids[ntype] == "string"
+        if not is_text or workspace is None or num_rows == 0:
             return self._map_array(path)
-        pieces = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
-        (ids,) = concatenate_chunks(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
+
+        make_chunks = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
+        (ids,) = concatenate_chunks(workspace, f"ids-{safe_name(ntype)}", [make_chunks], num_rows)
         return ids
 
     def _node_folder(self, ntype: str) -> str:
@@ -291,18 +337,18 @@ class StoredPart:
         if path not in self._arrays:
             file = self._folder / path
             stored = self._stored[path]
-            self._arrays[path] = (
-                read_strings(file, path, stored.num_rows)
-                if stored.info == STRINGS
-                else read_column(file, path, stored.info, stored.num_rows)
-            )
+            if stored.info == STRINGS:
+                array = read_strings(file, path, stored.num_rows)
+            else:
+                array = read_column(file, path, stored.info, stored.num_rows)
+            self._arrays[path] = array
         return self._arrays[path]
 
 
-def _check_known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
+def _check_known(mapping: Mapping[K, Any], key: K, description: str, folder: Path) -> None:
     if key not in mapping:
-        names = ", ".join(repr(name) for name in mapping) or "none"
-        raise ConfigError(f"{folder} has no {kind} {key!r} (known: {names})")
+        names = ", ".join(map(repr, mapping)) or "none"
+        raise ConfigError(f"{folder} has no {description} {key!r} (known: {names})")
 
 
 def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
@@ -314,8 +360,8 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
     manifest = dataset.manifest
     if manifest.num_parts != 1:
         raise ConfigError(
-            f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or partition the graph "
-            "that it was made from"
+            f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or "
+            "partition the graph that it was made from"
         )
 
     for tensors in (*manifest.node_columns.values(), *manifest.edge_columns.values()):
@@ -327,49 +373,57 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
 
     part = dataset.part(0)
     destinations = _expand_destinations(part, manifest, workspace)
-    user_ids = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
+    node_data = {}
+    for ntype, columns in manifest.node_columns.items():
+        node_data[ntype] = {name: part.node_data(ntype, name) for name in columns}
+    edge_data = {}
+    for etype, columns in manifest.edge_columns.items():
+        edge_data[etype] = {name: part.edge_data(etype, name) for name in columns}
+    user_ids = {}
+    for ntype in manifest.user_ids:
+        ids = part.user_ids(ntype, workspace)
+        assert ids is not None, "the manifest has user ids of the type"
+        user_ids[ntype] = ids
+
     return RawGraph(
         name=manifest.name,
         num_nodes={ntype: manifest.num_nodes(ntype) for ntype in manifest.node_types},
         edges={etype: (part.indices(etype), ends) for etype, ends in destinations.items()},
-        node_data={
-            ntype: {name: part.node_data(ntype, name) for name in columns}
-            for ntype, columns in manifest.node_columns.items()
-        },
-        edge_data={
-            etype: {name: part.edge_data(etype, name) for name in columns}
-            for etype, columns in manifest.edge_columns.items()
-        },
+        node_data=node_data,
+        edge_data=edge_data,
         edge_ids={etype: part.original_edge_ids(etype) for etype in manifest.edge_types},
         num_classes=dict(manifest.num_classes),
         class_names=manifest.class_names,
-        user_ids={ntype: ids for ntype, ids in user_ids.items() if ids is not None},
+        user_ids=user_ids,
     )
 
 
 def _expand_destinations(
     part: StoredPart, manifest: Manifest, workspace: Workspace | None
 ) -> dict[EdgeType, Array]:
-    etypes = manifest.edge_types
-    num_edges = sum(map(manifest.num_edges, manifest.edge_types))
-    makers = [
-        partial(expand_indptr, part.indptr(etype), id_dtype(manifest.num_nodes(etype[2]))) for etype in etypes
-    ]
-    return dict(zip(etypes, concatenate_chunks(workspace, "edges", makers, num_edges), strict=True))
+    makers = []
+    num_edges = 0
+    for etype in manifest.edge_types:
+        dtype = id_dtype(manifest.num_nodes(etype[2]))
+        makers.append(partial(expand_indptr, part.indptr(etype), dtype))
+        num_edges += manifest.num_edges(etype)
+    arrays = concatenate_chunks(workspace, "edges", makers, num_edges)
+    return dict(zip(manifest.edge_types, arrays, strict=True))
 
 
 def expand_indptr(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
     """Yield the row numbers of all values of a CSC in order, in at least one piece of at most ``step``.
 
-    ``indptr`` are the (N + 1,) row pointers.
+    ``indptr`` are the (N + 1,) row pointers. An empty CSC gives an empty piece.
     """
     num_values = int(indptr[-1])
     for first in range(0, max(num_values, 1), step):
         last = min(first + step, num_values)
-        low = int(np.searchsorted(indptr, first, side="right")) - 1
-        high = int(np.searchsorted(indptr, last, side="left"))
-        ends = np.clip(indptr[low : high + 1], first, last)
-        yield np.repeat(np.arange(low, high, dtype=dtype), np.diff(ends))
+        # The rows that have a value in [first, last). The ends of their values are cut to this range.
+        first_row = int(np.searchsorted(indptr, first, side="right")) - 1
+        end_row = int(np.searchsorted(indptr, last, side="left"))
+        ends = np.clip(indptr[first_row : end_row + 1], first, last)
+        yield np.repeat(np.arange(first_row, end_row, dtype=dtype), np.diff(ends))
 
 
 _PROGRESS_EDGES = 1 << 24
@@ -389,10 +443,10 @@ class CSC:
 def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     """Return the memory-mapped in-edges of one type of the whole graph.
 
-    If there are several parts, the first process writes a copy into the cache. Later ones use it as long as
-    the manifest is the same. A damaged copy is logged and rewritten. If several processes write a copy, the
-    first to finish wins. If the folder cannot be written, a warning is logged, and the copy is made in
-    memory. Raises StorageError if a part is damaged or not on this machine.
+    If there are several parts, the first process writes a copy into the cache. Later processes use the copy
+    as long as the manifest is the same. A damaged copy is logged and rewritten. If several processes write a
+    copy, the first to finish wins. If the folder cannot be written, a warning is logged, and the copy is made
+    in memory. Raises StorageError if a part is damaged or not on this machine.
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:
@@ -400,45 +454,57 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     if manifest.num_parts == 1:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
-    parts = range(manifest.num_parts)
-    offsets = manifest.edge_offsets[etype]
 
-    def pieces(name: str) -> Iterator[Array]:
-        if name == "indptr":
-            yield np.zeros(1, dtype=np.int64)
-        for part in parts:
-            stored = dataset.part(part)
-            yield stored.indices(etype) if name == "indices" else stored.indptr(etype)[1:] + offsets[part]
-
-    copy = dataset.cache.entry("structure", edge_type_name(etype))
     # Compiled code reads the arrays without checks, so their lengths are compared with the manifest.
     lengths = {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
-    total = sum(lengths.values())
     bounds = {"indptr": lengths["indices"] + 1, "indices": manifest.num_nodes(etype[0])}
+    copy = dataset.cache.entry("structure", edge_type_name(etype))
     stored = copy.find(lengths, check=lambda arrays: _check_structure(arrays, lengths, bounds))
     try:
         if stored is None:
-            with (
-                copy.open_writer() as writer,
-                progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
-            ):
-                for name, length in lengths.items():
-                    stream = writer.stream(name, next(pieces(name)).dtype, (length,))
-                    for piece in pieces(name):
-                        stream.append(piece)
-                        advance(len(piece))
-                writer.publish(lengths, overwrite=copy.path.exists())
+            _write_structure(dataset, etype, copy, lengths)
             stored = copy.read()
     except OSError as problem:
         if problem.errno not in _READ_ONLY:
             raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
         _LOG.warning("%s cannot be written (%s), so the structure is copied to memory", copy.path, problem)
-        arrays = {name: np.concatenate(list(pieces(name))) for name in lengths}
+        arrays = {name: np.concatenate(list(_iterate_structure(dataset, etype, name))) for name in lengths}
         for array in arrays.values():
             array.flags.writeable = False
         return CSC(**arrays)
 
-    return CSC(**stored[1])
+    _, arrays = stored
+    return CSC(**arrays)
+
+
+def _iterate_structure(dataset: StoredDataset, etype: EdgeType, name: str) -> Iterator[Array]:
+    """Yield ``indptr`` or ``indices`` of the whole graph, part by part."""
+    if name == "indptr":
+        yield np.zeros(1, dtype=np.int64)
+    for part in range(dataset.manifest.num_parts):
+        stored_part = dataset.part(part)
+        if name == "indices":
+            yield stored_part.indices(etype)
+        else:
+            # Row pointers of a part begin at 0, which is the last row pointer of the previous part.
+            yield stored_part.indptr(etype)[1:] + dataset.manifest.edge_offsets[etype][part]
+
+
+def _write_structure(
+    dataset: StoredDataset, etype: EdgeType, copy: ArrayFolder, lengths: Mapping[str, int]
+) -> None:
+    total = sum(lengths.values())
+    with (
+        copy.open_writer() as writer,
+        progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
+    ):
+        for name, length in lengths.items():
+            dtype = next(_iterate_structure(dataset, etype, name)).dtype
+            stream = writer.stream(name, dtype, (length,))
+            for piece in _iterate_structure(dataset, etype, name):
+                stream.append(piece)
+                advance(len(piece))
+        writer.publish(lengths, overwrite=copy.path.exists())
 
 
 def _check_structure(
@@ -449,5 +515,6 @@ def _check_structure(
         array = arrays[name]
         if array.shape != (length,) or array.dtype.name not in ("int32", "int64"):
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}, expected {length} ids")
-        if (at := find_first_invalid(array, bounds[name], is_indptr=name == "indptr")) is not None:
-            raise ValueError(f"{name}[{at}] is {array[at]}, which is out of range")
+        i = find_first_invalid(array, bounds[name], is_indptr=name == "indptr")
+        if i is not None:
+            raise ValueError(f"{name}[{i}] is {array[i]}, which is out of range")

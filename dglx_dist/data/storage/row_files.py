@@ -97,17 +97,19 @@ def write_rows(
 ) -> RowFile:
     """Write the (n, *row) ``rows`` from row ``first`` on as one file, and return its index entry.
 
-    It is not collective. Each writer calls it for its own range, even if that is empty. bfloat16 is passed as
-    uint16 with its ``info``. Raises ConfigError if values of this dtype cannot be stored, and OSError if the
-    file cannot be written.
+    Each writer calls the function for its own range, even if the range is empty. bfloat16 rows are passed as
+    uint16 with their ``info``. Raises ConfigError if values of this dtype cannot be stored, and OSError if
+    the file cannot be written.
     """
-    info = info or make_column_info(rows, name)
+    if info is None:
+        info = make_column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
-    written = FileInfo(num_bytes=0, checksum="")
-    if len(rows):  # Two writers may have an empty range at the same row.
-        written = write_column(folder / path, info, len(rows), [rows])
+    file = FileInfo(num_bytes=0, checksum="")
+    # An empty range has no file, because two writers may have an empty range at the same row.
+    if len(rows):
+        file = write_column(folder / path, info, len(rows), [rows])
         synchronise(folder / path)  # Another machine may publish the folder.
-    return RowFile(name=name, first=first, num_rows=len(rows), path=path, **asdict(info), **asdict(written))
+    return RowFile(name=name, first=first, num_rows=len(rows), path=path, **asdict(info), **asdict(file))
 
 
 def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> None:
@@ -129,16 +131,19 @@ def read_index(folder: Path) -> RowIndex:
     path = folder / INDEX
     try:
         top = Fields.parse(read_small_file(path), INDEX)
-        body = {name: value for name, value in top.mapping.items() if name != "checksum"}
+        body = dict(top.mapping)
+        body.pop("checksum", None)
         if top.text("checksum") != f"{checksum_of(body):08x}":
             raise top.error("its checksum differs")
+
         version = top.integer("version")
         facts = top.nested_fields("facts").mapping
         files = top.value("files", tuple[RowFile, ...])
-        if any(Path(file.path).name != file.path for file in files):
-            raise top.error("it names files outside the folder")
-        if any(file.dtype not in DTYPES for file in files):
-            raise top.error("it names a dtype that no tensor has")
+        for file in files:
+            if Path(file.path).name != file.path:
+                raise top.error("it names files outside the folder")
+            if file.dtype not in DTYPES:
+                raise top.error("it names a dtype that no tensor has")
     except FileNotFoundError:
         raise StorageError(
             f"{folder} has no {INDEX}: nothing was saved there; give the folder of a finished save"
@@ -157,11 +162,14 @@ def check_replaceable(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise StorageError(f"{folder} is a file; choose another folder")
+
     names = sorted(path.name for path in folder.iterdir())
     foreign_names = [name for name in names if name != INDEX and not name.endswith(SUFFIX)]
-    if foreign_names or (names and INDEX not in names):
+    if names and INDEX not in names:
+        foreign_names = foreign_names or names
+    if foreign_names:
         raise StorageError(
-            f"{folder} has files other than saved rows, such as {(foreign_names or names)[0]!r}; "
+            f"{folder} has files other than saved rows, such as {foreign_names[0]!r}; "
             "choose another folder, or empty it"
         )
 
@@ -180,9 +188,10 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(
-            f"{folder} has {saved.num_rows} rows of {saved.name!r}, but not rows {first} to {last - 1}; "
-            "load it into a tensor of its shape"
+            f"{folder} has {saved.num_rows} rows of {saved.name!r}, but not rows {first} to "
+            f"{last - 1}; load it into a tensor of its shape"
         )
+
     for file in _find_overlapping(saved, first, last):
         start = max(first, file.first)
         stop = min(last, file.last)
@@ -201,17 +210,19 @@ def _build_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obj
     files_by_tensor: dict[str, list[RowFile]] = {}
     for file in files:
         files_by_tensor.setdefault(file.name, []).append(file)
+
     tensors = {}
     for name, tensor_files in files_by_tensor.items():
         # An empty file comes before the file that begins at the same row.
         tensor_files.sort(key=lambda file: (file.first, file.last))
-        info, next_row = tensor_files[0].info, 0
+        info = tensor_files[0].info
+        next_row = 0
         for file in tensor_files:
             if file.first != next_row or file.info != info:
                 raise StorageError(
-                    f"{folder}: row {next_row} of the tensor {name!r} should be next, but {file.path} has "
-                    f"{file.dtype} rows of shape {file.row_shape} from {file.first} to {file.last - 1}; "
-                    "save it again"
+                    f"{folder}: row {next_row} of the tensor {name!r} should be next, but "
+                    f"{file.path} has {file.dtype} rows of shape {file.row_shape} from "
+                    f"{file.first} to {file.last - 1}; save it again"
                 )
             next_row = file.last
         tensors[name] = SavedRows(name=name, info=info, files=tuple(tensor_files))

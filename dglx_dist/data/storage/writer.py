@@ -57,7 +57,9 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
     """Raise ConfigError if a feature dtype is invalid, or ``graph`` does not have a named column."""
     if feature_dtype is None:
         return
-    dtypes = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
+    dtypes = feature_dtype
+    if isinstance(dtypes, str):
+        dtypes = {"all features": dtypes}
     for column, dtype in dtypes.items():
         if dtype not in _FEATURE_DTYPES:
             raise ConfigError(f"the feature dtype of {column} is {dtype!r}, not {', '.join(_FEATURE_DTYPES)}")
@@ -69,25 +71,25 @@ def resolve_dtypes(columns: Mapping[str, Any], feature_dtype: FeatureDtype | Non
     """Return the dtypes of those ``columns`` of one type that are stored in another precision.
 
     A single dtype applies to all floating-point columns with at least two dimensions, except ``label``.
-    Scalars per node or edge (weights, times) keep their type unless they are named.
+    Columns with one value per node or edge (weights, times) keep their dtype unless they are named.
     """
     if feature_dtype is None:
         return {}
     if isinstance(feature_dtype, Mapping):
-        return {name: feature_dtype[name] for name, column in columns.items() if name in feature_dtype}
-    return {
-        name: feature_dtype
-        for name, column in columns.items()
-        if column.dtype.kind == "f" and len(column.shape) > 1 and name != LABEL
-    }
+        return {name: feature_dtype[name] for name in columns if name in feature_dtype}
+
+    dtypes = {}
+    for name, column in columns.items():
+        if column.dtype.kind == "f" and len(column.shape) > 1 and name != LABEL:
+            dtypes[name] = feature_dtype
+    return dtypes
 
 
 def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
-    dtypes = {
-        name: column.dtype
-        for columns in (*graph.node_data.values(), *graph.edge_data.values())
-        for name, column in columns.items()
-    }
+    dtypes = {}
+    for columns in (*graph.node_data.values(), *graph.edge_data.values()):
+        for name, column in columns.items():
+            dtypes[name] = column.dtype
     for name in feature_dtype:
         if name not in dtypes:
             raise ConfigError(
@@ -96,8 +98,8 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
             )
         if dtypes[name].kind != "f":
             raise ConfigError(
-                f"feature_dtype names {name!r}, which is {dtypes[name]}; only floating-point columns are "
-                "stored in another precision"
+                f"feature_dtype names {name!r}, which is {dtypes[name]}; only floating-point "
+                "columns are stored in another precision"
             )
 
 
@@ -137,7 +139,6 @@ def narrow(
             f"{description} has {piece[index]} in row {row_id}, too large for {dtype};"
             f" store it as {wider}, or scale the column"
         )
-
     return narrowed
 
 
@@ -149,14 +150,15 @@ def _round_to_odd(values: Array) -> Array:
     """Return float32 bits that round to the bfloat16 nearest to ``values``.
 
     Rounding twice could be wrong at ties. So values that float32 cannot represent are truncated and get an
-    odd last bit (round to odd), which keeps them on the correct side of a tie.
+    odd last bit (round to odd). The odd bit keeps them on the correct side of a tie.
     """
     single = np.ascontiguousarray(_cast_quietly(values, np.float32))
     bits = single.view(np.uint32)
     if values.dtype.itemsize > single.itemsize:
-        rounded = (single != values) & np.isfinite(values)
-        bits -= rounded & (np.abs(single) > np.abs(values))
-        bits |= rounded
+        is_rounded = (single != values) & np.isfinite(values)
+        # Subtracting 1 from the bits of a float gives the next one towards 0.
+        bits -= is_rounded & (np.abs(single) > np.abs(values))
+        bits |= is_rounded
     return bits.reshape(-1)
 
 
@@ -170,7 +172,10 @@ def _round_to_bfloat16(single: Array) -> Array:
     """Round (K,) float32 bits to the nearest 16 bits, with ties to even. NaN stays NaN."""
     high = single >> np.uint32(16)
     is_nan = (single & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    rounded = (single + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> np.uint32(16)
+    # Adding a little less than half of the last bit, or exactly half if the last bit is odd, rounds to even.
+    half = np.uint32(0x7FFF) + (high & np.uint32(1))
+    rounded = (single + half) >> np.uint32(16)
+    # Truncating a NaN could clear all bits of its fraction, so one of them is set.
     return np.where(is_nan, high | np.uint32(0x0040), rounded).astype(np.uint16)
 
 
@@ -212,23 +217,23 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
     for ntype, num_nodes in graph.num_nodes.items():
         part_of = np.asarray(assignment.part_of[ntype])
         # The sort is stable, so that nodes keep their order. NumPy sorts 16-bit keys with a radix sort.
-        keys = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
-        new_to_old = np.argsort(keys, kind="stable").astype(id_dtype(num_nodes), copy=False)
+        key_dtype = np.uint16 if assignment.num_parts <= 1 << 16 else np.int32
+        new_to_old = np.argsort(part_of.astype(key_dtype), kind="stable")
+        new_to_old = new_to_old.astype(id_dtype(num_nodes), copy=False)
         old_to_new = np.empty_like(new_to_old)
         old_to_new[new_to_old] = np.arange(num_nodes, dtype=new_to_old.dtype)
-        counts = np.bincount(part_of, minlength=assignment.num_parts)
-        orders[ntype] = NodeOrder(
-            new_to_old=new_to_old, old_to_new=old_to_new, offsets=np.concatenate([[0], np.cumsum(counts)])
-        )
 
+        part_sizes = np.bincount(part_of, minlength=assignment.num_parts)
+        offsets = np.concatenate([[0], np.cumsum(part_sizes)])
+        orders[ntype] = NodeOrder(new_to_old=new_to_old, old_to_new=old_to_new, offsets=offsets)
     return orders
 
 
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
     """Return the edges of one type ordered by (new destination, new source, original edge id).
 
-    It takes linear time and 2 E ids of temporary memory. Raises DatasetError if an edge names a node that
-    does not exist.
+    The function takes linear time and 2 E ids of temporary memory. Raises DatasetError if an edge names a
+    node that does not exist.
     """
     check_ends(graph, etype)
     src, dst = graph.edges[etype]
@@ -250,8 +255,8 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 def check_ends(graph: RawGraph, etype: EdgeType) -> None:
     """Check the ends of the edges of one type.
 
-    Raises DatasetError if an end is not a node, and ConfigError if there are more sources than destinations,
-    or fewer.
+    Raises DatasetError if an end is not a node, and ConfigError if the numbers of sources and destinations
+    differ.
     """
     src, dst = graph.edges[etype]
     check_ids(src, graph.num_nodes[etype[0]], "src", f"edges {etype}")
@@ -275,23 +280,26 @@ def relabel_on_disk(
     columns = graph.edge_data.get(etype, {})
     num_edges = len(src)
 
-    def pieces(read: Callable[[int, int], Array]) -> Chunks:
-        def chunks(step: int) -> Iterator[Array]:
-            return (read(first, min(first + step, num_edges)) for first in range(0, num_edges, step))
+    # The arguments of a reader of rows are the first row and the row after the last.
+    def make_chunks(read_rows: Callable[[int, int], Array]) -> Chunks:
+        def iterate_chunks(step: int) -> Iterator[Array]:
+            for first in range(0, num_edges, step):
+                yield read_rows(first, min(first + step, num_edges))
 
-        return chunks
+        return iterate_chunks
 
-    def rows(column: Array) -> Chunks:
-        return pieces(lambda first, last: column[first:last])
+    def cut_rows(column: Array) -> Chunks:
+        return make_chunks(lambda first, end: column[first:end])
 
     id_info = ColumnInfo(dtype=id_dtype(num_edges).__name__, row_shape=())
+    id_chunks = make_chunks(np.arange) if ids is None else cut_rows(ids)
+    carried_columns = [EdgeColumn(id_info, id_chunks)]
+    for name, column in columns.items():
+        carried_columns.append(EdgeColumn(make_column_info(column, name), cut_rows(column)))
     stream = EdgeStream(
-        sources=pieces(lambda first, last: sources.old_to_new[src[first:last]]),
-        destinations=pieces(lambda first, last: destinations.old_to_new[dst[first:last]]),
-        columns=[
-            EdgeColumn(id_info, pieces(np.arange) if ids is None else rows(ids)),
-            *(EdgeColumn(make_column_info(column, name), rows(column)) for name, column in columns.items()),
-        ],
+        sources=make_chunks(lambda first, end: sources.old_to_new[src[first:end]]),
+        destinations=make_chunks(lambda first, end: destinations.old_to_new[dst[first:end]]),
+        columns=carried_columns,
         num_sources=len(sources.new_to_old),
         num_destinations=len(destinations.new_to_old),
     )
@@ -311,10 +319,10 @@ def relabel_on_disk(
         new_to_old=map_spill(folder, "carried0"),
         offsets=indptr[destinations.offsets],
     )
-    return order, {
-        name: map_spill(folder, f"carried{i}").reshape(column.shape)
-        for i, (name, column) in enumerate(columns.items(), 1)
-    }
+    ordered_columns = {}
+    for i, (name, column) in enumerate(columns.items(), 1):
+        ordered_columns[name] = map_spill(folder, f"carried{i}").reshape(column.shape)
+    return order, ordered_columns
 
 
 _NODE_BYTES = 32
@@ -326,24 +334,30 @@ def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
     num_bytes = _NODE_BYTES * graph.total_nodes
     if budget.work < num_bytes + MIN_WORK_BYTES:
         raise ConfigError(
-            f"{graph.total_nodes} nodes take {format_bytes(num_bytes)} of memory, more than --memory grants; "
-            f"{budget.remedy(num_bytes + MIN_WORK_BYTES)}"
+            f"{graph.total_nodes} nodes take {format_bytes(num_bytes)} of memory, more than "
+            f"--memory grants; {budget.remedy(num_bytes + MIN_WORK_BYTES)}"
         )
     return budget.with_reserved(num_bytes)
 
 
 def _order_of_bucket(destinations: Array, sources: Array) -> Array:
-    bits = len(sources).bit_length()
-    assert int(sources.max(initial=0)).bit_length() + bits < 64, "a bucket of more edges than there is memory"
-    cursor = np.cumsum(np.bincount(destinations, minlength=1))
+    """Return the positions of the edges of a bucket, sorted by (destination, source, position)."""
+    # A key has the source in its high bits, and the position of the edge in the others.
+    position_bits = len(sources).bit_length()
+    source_bits = int(sources.max(initial=0)).bit_length()
+    assert source_bits + position_bits < 64, "a bucket of more edges than there is memory"
+    row_ends = np.cumsum(np.bincount(destinations, minlength=1))
     keys = np.empty(len(sources), np.int64)
-    _sort_rows(destinations, sources, cursor, bits, keys)
+    _sort_rows(destinations, sources, row_ends, position_bits, keys)
     return keys
 
 
 @njit(cache=True, nogil=True)
 def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys: Array) -> None:
-    """Write the positions of edges sorted by (destination, source, position) into ``keys``."""
+    """Write the positions of edges sorted by (destination, source, position) into ``keys``.
+
+    ``ends`` has the end of each destination's edges in the result, and gets their beginning.
+    """
     for edge in range(len(destinations) - 1, -1, -1):
         node = destinations[edge]
         ends[node] -= 1
@@ -352,6 +366,7 @@ def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys
     for node in range(len(ends)):
         last = ends[node + 1] if node + 1 < len(ends) else len(keys)
         keys[ends[node] : last].sort()
+
     mask = (np.int64(1) << bits) - 1
     for position in range(len(keys)):
         keys[position] &= mask
@@ -359,10 +374,11 @@ def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys
 
 @njit(cache=True, nogil=True)
 def _count(ids: Array, old_to_new: Array) -> Array:
-    counts = np.zeros(len(old_to_new) + 1, dtype=np.int64)
+    # One slot is added, so that the cumulative sum begins with 0.
+    num_edges = np.zeros(len(old_to_new) + 1, dtype=np.int64)
     for edge in range(len(ids)):
-        counts[old_to_new[ids[edge]] + 1] += 1
-    return np.cumsum(counts)
+        num_edges[old_to_new[ids[edge]] + 1] += 1
+    return np.cumsum(num_edges)
 
 
 @njit(cache=True, nogil=True)
@@ -397,8 +413,8 @@ def write_dataset(
 ) -> Manifest:
     """Relabel ``graph`` and write it atomically as a dataset.
 
-    One process calls it, or all ranks of ``workspace``, which share the parts. Temporary memory is about
-    three times the edge ids, or that of ``workspace``. Features are streamed.
+    One process calls the function, or all ranks of ``workspace``, which share the parts. Temporary memory is
+    about three times the edge ids, or the memory of ``workspace``. Features are streamed.
 
     Args:
         graph: Graph to write. Sparse features are stored dense.
@@ -415,24 +431,26 @@ def write_dataset(
     """
     folder = Path(folder).absolute()
     check_target(folder, overwrite)
-    num_edges = {etype: len(src) for etype, (src, _) in graph.edges.items()}
     check_feature_dtype(feature_dtype, graph)
-    node_columns = _columns(graph.num_nodes, graph.node_data, bfloat16, feature_dtype)
-    edge_columns = _columns(num_edges, graph.edge_data, bfloat16, feature_dtype)
+    num_edges = {etype: len(src) for etype, (src, _) in graph.edges.items()}
+    node_columns = _make_column_infos(graph.num_nodes, graph.node_data, bfloat16, feature_dtype)
+    edge_columns = _make_column_infos(num_edges, graph.edge_data, bfloat16, feature_dtype)
     user_ids = _find_user_id_kinds(graph)
     parameters = dict(assignment.parameters)
     if graph.class_names:
-        parameters["class_names"] = {kind: list(names) for kind, names in graph.class_names.items()}
+        parameters["class_names"] = {ntype: list(names) for ntype, names in graph.class_names.items()}
     settings = _check_settings({"parameters": parameters, "quality": dict(quality or {})})
+
     orders = relabel_nodes(graph, assignment)
-    columns = [(graph.num_nodes[ntype], infos) for ntype, infos in node_columns.items()]
-    columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]
-    num_bytes = 16 * (graph.total_nodes + graph.total_edges)
-    num_bytes += sum(count * _count_row_bytes(info) for count, infos in columns for info in infos.values())
     disk_orders = {}
+    ranks = Ranks()
     if workspace is not None:
-        disk_orders = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
-    ranks = Ranks() if workspace is None else workspace.ranks
+        ranks = workspace.ranks
+        for etype in graph.edges:
+            disk_orders[etype] = relabel_on_disk(graph, etype, orders, workspace)
+    num_bytes = 16 * (graph.total_nodes + graph.total_edges)
+    num_bytes += _count_column_bytes(graph.num_nodes, node_columns)
+    num_bytes += _count_column_bytes(num_edges, edge_columns)
     with (
         name_write_failures(folder),
         shared_folder(folder, ranks, lambda temp, target: put_in_place(temp, target, overwrite)) as partial,
@@ -441,10 +459,11 @@ def write_dataset(
         writer = _PartWriter(partial, assignment.num_parts, advance, ranks)
         for ntype in graph.num_nodes:
             writer.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
-        edge_offsets = {
-            etype: writer.write_edge_type(graph, etype, orders, edge_columns[etype], disk_orders.get(etype))
-            for etype in graph.edges
-        }
+        edge_offsets = {}
+        for etype in graph.edges:
+            disk_order = disk_orders.get(etype)
+            offsets = writer.write_edge_type(graph, etype, orders, edge_columns[etype], disk_order)
+            edge_offsets[etype] = offsets
         manifest = Manifest(
             name=graph.name,
             num_parts=assignment.num_parts,
@@ -460,10 +479,15 @@ def write_dataset(
             quality=settings["quality"],
             files=writer.files(),
         )
-        return write_manifest(manifest, partial) if ranks.is_first else manifest
+        # The first rank writes the files that describe the dataset.
+        if not ranks.is_first:
+            return manifest
+        return write_manifest(manifest, partial)
 
 
 class _PartWriter:
+    """Writes the files of all parts. Rank r writes the parts p with p mod R = r."""
+
     def __init__(self, folder: Path, num_parts: int, advance: Advance, ranks: Ranks) -> None:
         self._folder = folder
         self._num_parts = num_parts
@@ -473,18 +497,24 @@ class _PartWriter:
         self._files: dict[str, FileInfo | None] = {}
 
     def files(self) -> dict[str, FileInfo]:
-        """Return the files of all ranks. All ranks must call it."""
-        # Rank 0 synchronises the folder on its machine only.
+        """Return the files of all ranks. All ranks must call the method."""
+        # The caller synchronises the folder on the machine of rank 0 only.
         for path, info in self._files.items():
             if info is not None and not self._ranks.is_first:
                 synchronise(self._folder / path)
-        all_infos = self._ranks.gather_objects([info and asdict(info) for info in self._files.values()])
-        infos = (next(filter(None, rank_infos)) for rank_infos in zip(*all_infos, strict=True))
-        return {path: FileInfo(**info) for path, info in zip(self._files, infos, strict=True)}
+
+        infos_by_rank = self._ranks.gather_objects([info and asdict(info) for info in self._files.values()])
+        files = {}
+        for path, infos in zip(self._files, zip(*infos_by_rank, strict=True), strict=True):
+            # One rank has written the file, and the others have None.
+            (info,) = filter(None, infos)
+            files[path] = FileInfo(**info)
+        return files
 
     def _write(self, path: str, write: Callable[[Path], FileInfo]) -> None:
-        is_own = self._part % self._ranks.count == self._ranks.rank
-        self._files[path] = write(self._folder / path) if is_own else None
+        self._files[path] = None
+        if self._part % self._ranks.count == self._ranks.rank:
+            self._files[path] = write(self._folder / path)
 
     def write_node_type(
         self, graph: RawGraph, ntype: str, order: NodeOrder, columns: Mapping[str, ColumnInfo]
@@ -514,7 +544,7 @@ class _PartWriter:
         columns: Mapping[str, ColumnInfo],
         on_disk: tuple[EdgeOrder, Mapping[str, Array]] | None,
     ) -> Array:
-        # The result has the (P + 1,) edge offsets of the type.
+        """Write the edges of one type, and return the (P + 1,) offsets of the parts in its edge ids."""
         source, _, destination = etype
         data: Mapping[str, NodeColumn] = graph.edge_data.get(etype, {})
         ids = graph.edge_ids.get(etype)
@@ -530,15 +560,17 @@ class _PartWriter:
             self._part = part
             folder = edge_folder(part, etype)
             edge_range = range(*order.offsets[part : part + 2].tolist())
+            # Row pointers of a part begin at 0.
             indptr = order.indptr[node_offsets[part] : node_offsets[part + 1] + 1] - edge_range.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
             self._write_column(f"{folder}/indices.arrow", source_info, edge_range, order.indices)
-            rows = rows_of(order, part) if on_disk is None else edge_range
+            rows: Array | range = edge_range
+            if on_disk is None:
+                rows = rows_of(order, part)
             self._write_column(f"{folder}/original_ids.arrow", IDS, rows, ids)
             for name, info in columns.items():
                 description = f"edge data {name!r} of {etype}"
                 self._write_column(data_path(folder, name), info, rows, data[name], description, ids)
-
         return order.offsets
 
     def _write_column(
@@ -580,12 +612,12 @@ class _PartWriter:
 def _write_texts(texts: Array, rows: Array, path: Path) -> FileInfo:
     step = max(1, CHUNK_BYTES // max(1, texts.itemsize))
 
-    def pieces() -> Iterator[Any]:
+    def iterate_texts() -> Iterator[Any]:
         for first in range(0, len(rows), step):
             yield pa.array(texts[rows[first : first + step]].tolist(), pa.large_string())
 
-    num_bytes = sum(len(text_buffers(piece)[1]) for piece in pieces())
-    return write_strings(path, len(rows), num_bytes, pieces(), pieces())
+    num_bytes = sum(len(text_buffers(texts)[1]) for texts in iterate_texts())
+    return write_strings(path, len(rows), num_bytes, iterate_texts(), iterate_texts())
 
 
 def take_rows(column: NodeColumn, rows: Array | range) -> Array:
@@ -595,21 +627,22 @@ def take_rows(column: NodeColumn, rows: Array | range) -> Array:
     return column.dense(rows) if isinstance(column, SparseRows) else column[rows]
 
 
-def _columns(
+def _make_column_infos(
     num_rows: Mapping[K, int],
     data: Mapping[K, Mapping[str, NodeColumn]],
     bfloat16: Collection[tuple[str | EdgeType, str]],
     feature_dtype: FeatureDtype | None,
 ) -> dict[K, dict[str, ColumnInfo]]:
+    """Return dtype and row shape of all columns. Raise ConfigError if a column cannot be stored."""
     infos: dict[K, dict[str, ColumnInfo]] = {}
-    for kind, count in num_rows.items():
-        columns = data.get(kind, {})
-        infos[kind] = {
-            name: _check_column(column, count, f"{kind}/{name}", (kind, name) in bfloat16)
-            for name, column in columns.items()
-        }
-        for name, dtype in resolve_dtypes(columns, feature_dtype).items():
-            infos[kind][name] = replace(infos[kind][name], dtype=dtype)
+    for type_key, count in num_rows.items():
+        columns = data.get(type_key, {})
+        dtypes = resolve_dtypes(columns, feature_dtype)
+        infos[type_key] = {}
+        for name, column in columns.items():
+            is_bfloat16 = (type_key, name) in bfloat16
+            info = _check_column(column, count, f"{type_key}/{name}", is_bfloat16)
+            infos[type_key][name] = replace(info, dtype=dtypes.get(name, info.dtype))
     return infos
 
 
@@ -630,6 +663,7 @@ def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat
 
 
 def _find_user_id_kinds(graph: RawGraph) -> dict[str, str]:
+    """Return ``string`` or ``int64`` for each node type with user ids."""
     kinds = {}
     for ntype, ids in graph.user_ids.items():
         count = graph.num_nodes.get(ntype, 0)
@@ -641,8 +675,8 @@ def _find_user_id_kinds(graph: RawGraph) -> dict[str, str]:
             kinds[ntype] = "int64"
         else:
             raise ConfigError(
-                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or integers that fit "
-                "int64"
+                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or "
+                "integers that fit int64"
             )
     return kinds
 
@@ -651,16 +685,24 @@ def _count_row_bytes(info: ColumnInfo) -> int:
     return math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize
 
 
+def _count_column_bytes(num_rows: Mapping[K, int], columns: Mapping[K, Mapping[str, ColumnInfo]]) -> int:
+    num_bytes = 0
+    for type_key, infos in columns.items():
+        row_bytes = sum(_count_row_bytes(info) for info in infos.values())
+        num_bytes += num_rows[type_key] * row_bytes
+    return num_bytes
+
+
 def _check_settings(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
-    # The result has the settings as they will be read back.
+    """Return the settings as they will be read back. Raise ConfigError if a value is not a JSON value."""
     for name, values in settings.items():
         for key, value in values.items():
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as problem:
                 raise ConfigError(
-                    f"{name}[{key!r}] is {value!r}, which is not a JSON value ({problem}); use text, "
-                    "numbers, lists or dicts"
+                    f"{name}[{key!r}] is {value!r}, which is not a JSON value ({problem}); "
+                    "use text, numbers, lists or dicts"
                 ) from problem
     read: Mapping[str, dict[str, object]] = json.loads(json.dumps(settings))
     return read
