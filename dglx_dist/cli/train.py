@@ -166,13 +166,13 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
     topology = read_topology()
     if ranks not in (None, topology.world_size):
         raise ConfigError(
-            f"--ranks {ranks}, but torchrun has started {topology.world_size}. Leave --ranks out, or run it "
-            "without torchrun."
+            f"--ranks {ranks}, but torchrun has started {topology.world_size}. Leave --ranks "
+            "out, or run it without torchrun."
         )
     if servers not in (None, topology.num_servers):
         raise ConfigError(
-            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}. Leave --servers out, "
-            "and set DGLX_RANKS_PER_SERVER for virtual servers."
+            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}. Leave "
+            "--servers out, and set DGLX_RANKS_PER_SERVER for virtual servers."
         )
 
 
@@ -203,9 +203,9 @@ def check_before_launch(config: TrainConfig) -> None:
     num_servers = config.servers or 1
     if num_parts < num_servers:
         raise ConfigError(
-            f"{config.data} has {plural(num_parts, 'part')}, too few for --servers {num_servers}. Use at "
-            f"most {num_parts} servers, or partition again with "
-            f"`dglx partition DATA --parts {num_servers} --out DIR`."
+            f"{config.data} has {plural(num_parts, 'part')}, too few for --servers "
+            f"{num_servers}. Use at most {num_parts} servers, or partition again with `dglx "
+            f"partition DATA --parts {num_servers} --out DIR`."
         )
 
 
@@ -233,7 +233,7 @@ def _check_strategy(config: TrainConfig, strategy: str) -> None:
 
     if config.embeddings and traits.features != "rows":
         raise ConfigError(
-            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch them. "
-            "Use --strategy data_parallel."
+            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch "
+            "them. Use --strategy data_parallel."
         )
     check_loop(config, traits, strategy)

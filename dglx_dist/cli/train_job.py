@@ -486,9 +486,9 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         shown_names = ", ".join(relation for _, relation, _ in targets[:3])
         raise ConfigError(
-            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has none of "
-            f"{shown_names}. Mark some with test_mask, name others with --target, or leave "
-            "--predictions out."
+            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has "
+            f"none of {shown_names}. Mark some with test_mask, name others with --target, or "
+            "leave --predictions out."
         )
     built = _build_link(plan, g, targets)
     evaluation = LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric)
@@ -628,8 +628,8 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
         unused = [key for key in _USUAL_WEIGHTS if key in candidates]
         if unused and plan.model_file is None and g.session.topology.rank == 0:
             say(
-                f"edge column {unused[0]!r} is not used. --edge-weight {unused[0]} multiplies messages "
-                f"({list_kinds(WEIGHTED)})."
+                f"edge column {unused[0]!r} is not used. --edge-weight {unused[0]} multiplies "
+                f"messages ({list_kinds(WEIGHTED)})."
             )
         return
 
@@ -641,8 +641,8 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
         )
     if not get_strategy(g.session).traits.own_loop:
         raise ConfigError(
-            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge "
-            "columns. Leave it out, or use --strategy data_parallel."
+            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not "
+            "read edge columns. Leave it out, or use --strategy data_parallel."
         )
 
 
@@ -790,6 +790,6 @@ def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
         draw(epochs, folder / PICTURE, title=title)
     except OSError as error:
         raise StorageError(
-            f"the run is in {folder}, but its picture cannot be written: {error}. `dglx report {folder}` "
-            "shows the run and draws it again."
+            f"the run is in {folder}, but its picture cannot be written: {error}. `dglx "
+            f"report {folder}` shows the run and draws it again."
         ) from error

@@ -287,8 +287,8 @@ def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> d
         reverse_eids = kwargs.get("reverse_eids")
         if _is_identity(reverse_eids):
             warn_user(
-                "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded. "
-                "dglx_dist.reverse_edge_ids(g.inner) finds them."
+                "reverse_eids says that each edge is its own reverse, so reverse edges are "
+                "not excluded. dglx_dist.reverse_edge_ids(g.inner) finds them."
             )
             exclude = "self"
             reverse_eids = None

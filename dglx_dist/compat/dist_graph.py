@@ -87,8 +87,8 @@ class DistGraph(Wrapper, of=InnerDistGraph):
             path = Path(part_config)
         if path is None:
             raise ConfigError(
-                "part_config is missing, and there are no servers to ask for it. Pass the JSON file that "
-                "partition_graph wrote: DistGraph(..., part_config=)."
+                "part_config is missing, and there are no servers to ask for it. Pass the "
+                "JSON file that partition_graph wrote: DistGraph(..., part_config=)."
             )
 
         is_our_dataset = (path / MANIFEST).is_file()
