@@ -24,6 +24,7 @@ from dglx_dist.comm.topology import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import say
+from dglx_dist.registry import AUTO
 from dglx_dist.report.tables import plural
 from dglx_dist.training.config import LINK, TrainConfig, count_ranks_per_server
 
@@ -186,7 +187,6 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import resolve_etype
     from dglx_dist.planner.workload import check_choosable
-    from dglx_dist.registry import AUTO
     from dglx_dist.strategies.base import resolve_strategy
 
     strategy = resolve_strategy(config.strategy, auto=True)
@@ -212,7 +212,6 @@ def check_before_launch(config: TrainConfig) -> None:
 def _check_strategy(config: TrainConfig, strategy: str) -> None:
     """Raise ConfigError if ``strategy`` does not support its options, the task, or the loop of the run."""
     from dglx_dist.planner.auto import read_auto_options
-    from dglx_dist.registry import AUTO
     from dglx_dist.strategies.base import STRATEGIES
     from dglx_dist.training.fit_config import check_loop
 
