@@ -82,13 +82,15 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
     )
     id: str | None = option(
         None,
-        "Name of the id column in node tables, or several names separated by commas if tables differ. '' "
+        "Name of the id column in node tables, or several names separated by commas if tables "
+        "differ. '' "
         "numbers all nodes by row, and 'COLUMN,' those of tables without the column. Common names are found.",
         metavar="COLUMN",
     )
     format: Any = option(
         "dglx",
-        "Output format: dglx, or dgl for DGL's own load_partition. Or the input format of a text file of "
+        "Output format: dglx, or dgl for DGL's own load_partition. Or the input format of a "
+        "text file of "
         "edges: triples, edges or interactions.",
         kind=str,
     )
@@ -102,7 +104,8 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
 
     time: str | None = option(
         None,
-        "Edge column of times, by which the in-edges of each node are sorted for dx.TemporalNeighborSampler: "
+        "Edge column of times, by which the in-edges of each node are sorted for "
+        "dx.TemporalNeighborSampler: "
         "integers, floats or ISO dates.",
         metavar="COLUMN",
     )
@@ -200,8 +203,9 @@ def _find_types_without_split(node_data: Mapping[str, Mapping[str, object]]) -> 
     if not without_split:
         names = ", ".join(sorted(set().union(*masks.values())))
         raise ConfigError(
-            f"--split draws a split of labels without one, but the data has {names}. Leave --split out "
-            "to use them, or remove them (column 'split' in tables) to draw another split."
+            f"--split draws a split of labels without one, but the data has {names}. Leave "
+            "--split out to use them, or remove them (column 'split' in tables) to draw "
+            "another split."
         )
     return without_split
 

@@ -353,8 +353,9 @@ def describe(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"{process} ended with exit code {failure.exitcode}; see its output above"
     return (
-        f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. SIGKILL often "
-        "means that the machine ran out of memory. Use fewer ranks or a smaller --batch-size or --fanout."
+        f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. "
+        "SIGKILL often means that the machine ran out of memory. Use fewer ranks or a smaller "
+        "--batch-size or --fanout."
     )
 
 

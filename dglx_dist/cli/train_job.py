@@ -178,15 +178,17 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         if lines:
             reason = f"line {lines[-1]}: {reason}"
         raise ConfigError(
-            f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
-            f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/own_model.md)."
+            f"--model-file {plan.model_file}: {reason}. It is called with those of "
+            f"{', '.join(arguments)} that it names, and its forward with {plan.layers} blocks "
+            "and h (docs/guides/own_model.md)."
         ) from error
 
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):
         raise ConfigError(
-            f"{plan.model} has no inference_layers() (dglx_dist.training.models), but --predictions, "
-            "--save-embeddings and --task link need it. Add it, or leave these options out."
+            f"{plan.model} has no inference_layers() (dglx_dist.training.models), but "
+            "--predictions, --save-embeddings and --task link need it. Add it, or leave these "
+            "options out."
         )
     return model
 
@@ -597,8 +599,9 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         if plan.task == LINK:
             remedy += ", or --model none --embeddings 64, which scores trainable rows"
         raise ConfigError(
-            f"{folder} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
-            f"{plan.model} supports one of each. {remedy}, or write a loop like examples/07_rgcn.py."
+            f"{folder} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but "
+            f"--model {plan.model} supports one of each. {remedy}, or write a loop like "
+            "examples/07_rgcn.py."
         )
 
     # A relational model has trainable rows for nodes without features.
@@ -606,7 +609,8 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         known = ", ".join(columns[g.ntypes[0]]) or "none"
         raise ConfigError(
             f"{folder} has no node data {FEATURE!r} (known: {known}). Add trainable rows with "
-            "--embeddings 64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
+            "--embeddings 64, or partition a graph that has it (docs/guides/your_data.md "
+            "names the columns)."
         )
 
     for data in columns.values():
@@ -636,8 +640,9 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
     if name not in candidates:
         known = ", ".join(candidates) or "none"
         raise ConfigError(
-            f"--edge-weight {name}: {g.dataset.folder} has no edge column of that name with one number "
-            f"per edge (known: {known}). Use one of these, or partition a graph that has it."
+            f"--edge-weight {name}: {g.dataset.folder} has no edge column of that name with "
+            f"one number per edge (known: {known}). Use one of these, or partition a graph "
+            "that has it."
         )
     if not get_strategy(g.session).traits.own_loop:
         raise ConfigError(
@@ -660,8 +665,9 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
     if traits.features == "columns" and plan.cache == LOOK_AHEAD:
         return
     raise ConfigError(
-        f"--cache {plan.cache} keeps feature rows of other servers, but strategy {session.strategy!r} "
-        "moves none in training. Leave --cache out, or use strategy data_parallel."
+        f"--cache {plan.cache} keeps feature rows of other servers, but strategy "
+        f"{session.strategy!r} moves none in training. Leave --cache out, or use strategy "
+        "data_parallel."
     )
 
 

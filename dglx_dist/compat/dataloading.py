@@ -191,7 +191,8 @@ class _Loader(_Epochs):
         if self._needs_wrap and not session.has_wrapped_model:
             raise ConfigError(
                 f"strategy {session.strategy!r} works inside the model. Replace "
-                "DistributedDataParallel by model = dglx_dist.wrap(model, g), or use strategy data_parallel."
+                "DistributedDataParallel by model = dglx_dist.wrap(model, g), or use strategy "
+                "data_parallel."
             )
 
         for input_nodes, *pairs, blocks in self._inner:

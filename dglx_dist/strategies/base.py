@@ -198,8 +198,9 @@ class WrappedModel(nn.Module, ABC):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickling, and copying where the strategy has no ``__deepcopy__``."""
         raise ConfigError(
-            f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled or copied here; "
-            "call model.state_dict() on all ranks and save that, or copy.deepcopy(model.whole())"
+            f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled "
+            "or copied here; call model.state_dict() on all ranks and save that, or "
+            "copy.deepcopy(model.whole())"
         )
 
     def _get_module(self) -> nn.Module | None:
@@ -225,8 +226,9 @@ class WrappedModel(nn.Module, ABC):
         has_gradient = isinstance(value, Tensor) or callable(value)
         if has_gradient and torch.is_grad_enabled():
             raise AttributeError(
-                f"{name!r} belongs to the wrapped module, so its gradients would stay on this rank; call it "
-                f"in forward(), or use model.module.{name} where it does not train"
+                f"{name!r} belongs to the wrapped module, so its gradients would stay on this "
+                f"rank; call it in forward(), or use model.module.{name} where it does not "
+                "train"
             )
         return value
 
@@ -581,9 +583,10 @@ def get_strategy(session: Session) -> Strategy:
     """
     if session.strategy == AUTO:
         raise ConfigError(
-            "strategy 'auto' needs the model and the graph to choose; call dx.choose_strategy(model, g, "
-            "fanouts=..., batch_size=...) before the first loader and dx.wrap, or use dx.fit, which does so. "
-            "It compares batches of nodes, so for batches of edges name a strategy"
+            "strategy 'auto' needs the model and the graph to choose; call "
+            "dx.choose_strategy(model, g, fanouts=..., batch_size=...) before the first "
+            "loader and dx.wrap, or use dx.fit, which does so. It compares batches of nodes, "
+            "so for batches of edges name a strategy"
         )
     return STRATEGIES.get(session.strategy)(session, session.options)
 

@@ -157,8 +157,9 @@ class DataParallelModel(ReplicatedModel):
         has_batch_norm = any(isinstance(module, BatchNorm) for module in self.module.modules())
         if has_nodes and has_batch_norm:
             raise ConfigError(
-                "this rank's clusters have no node of train_mask in this step, but dx.nn.BatchNorm needs the "
-                "gradients of its nodes. Use more clusters per batch, or LayerNorm."
+                "this rank's clusters have no node of train_mask in this step, but "
+                "dx.nn.BatchNorm needs the gradients of its nodes. Use more clusters per "
+                "batch, or LayerNorm."
             )
 
 

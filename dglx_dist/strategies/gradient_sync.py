@@ -293,10 +293,11 @@ class GradientExchange:
         if graph_task == self._graph_task:
             if weight != self._weight:
                 raise ConfigError(
-                    "one backward call spans forward calls of different steps, so their gradients cannot "
-                    f"be weighted separately (this rank's share of the targets is {self._weight:.6g} in one "
-                    f"step and {weight:.6g} in another); call backward() once after each forward call, the "
-                    "gradients add up in .grad"
+                    "one backward call spans forward calls of different steps, so their "
+                    "gradients cannot be weighted separately (this rank's share of the "
+                    f"targets is {self._weight:.6g} in one step and {weight:.6g} in another); "
+                    "call backward() once after each forward call, the gradients add up in "
+                    ".grad"
                 )
             self._backward_is_held &= is_held
             return
@@ -382,9 +383,10 @@ class GradientExchange:
             is_running = self._callback is not None and self._callback() is not None
             if is_running:
                 raise ConfigError(
-                    f"the gradient of {self._names[index]!r} was computed by a backward call inside the "
-                    "backward call of the loss (re-entrant checkpointing does that), so it would not be "
-                    "summed; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    f"the gradient of {self._names[index]!r} was computed by a backward call "
+                    "inside the backward call of the loss (re-entrant checkpointing does "
+                    "that), so it would not be summed; use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             return
 
@@ -394,8 +396,9 @@ class GradientExchange:
             return
         if gradient.layout != torch.strided:
             raise ConfigError(
-                f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be as large "
-                "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
+                f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be "
+                "as large as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or "
+                "sparse=False"
             )
 
         bucket = self._bucket_of[index]
@@ -550,8 +553,9 @@ def check_frozen(model: nn.Module, trained: Container[int]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
             raise ConfigError(
-                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay on "
-                "this rank; wrap the model again after changing which parameters are trained"
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient "
+                "would stay on this rank; wrap the model again after changing which "
+                "parameters are trained"
             )
 
 
