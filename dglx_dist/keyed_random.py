@@ -60,7 +60,7 @@ def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> A
     for hop in range(num_hops):
         stream = _stream_key(seed, epoch, hop)
         for relation in range(num_relations):
-            keys[hop, relation] = mix(mix(stream) ^ np.uint64(relation)) if relation else stream
+            keys[hop, relation] = stream if relation == 0 else mix(mix(stream) ^ np.uint64(relation))
     return keys
 
 
@@ -80,7 +80,8 @@ def full_word(key: np.uint64, number: int) -> np.uint64:
 def half_word(key: np.uint64, number: int) -> np.uint64:
     """Return the ``number``-th half word of ``key``, 32 random bits. Two consecutive ones share a hash."""
     word = full_word(key, number >> 1)
-    return word >> np.uint64(32) if number & 1 else word & _LOW_32
+    is_upper_half = number & 1
+    return word >> np.uint64(32) if is_upper_half else word & _LOW_32
 
 
 @njit(cache=True, nogil=True)
@@ -91,6 +92,8 @@ def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
     """
     product = half_word(key, number) * np.uint64(bound)
     number += 1
+
+    # Computing num_rejected is slow. Its value is below the bound, so most draws do not need it.
     if (product & _LOW_32) < np.uint64(bound):
         num_rejected = (np.uint64(1 << 32) - np.uint64(bound)) % np.uint64(bound)
         while (product & _LOW_32) < num_rejected:
@@ -102,7 +105,9 @@ def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
 @njit(cache=True, nogil=True)
 def draw_unit(key: np.uint64, number: int) -> float:
     """Return the ``number``-th draw of ``key``, uniform in the open interval (0, 1)."""
-    return (np.float64(full_word(key, number) >> np.uint64(11)) + 0.5) * _TO_UNIT
+    # A float64 has 53 bits. The half keeps the draw above 0.
+    upper_bits = full_word(key, number) >> np.uint64(11)
+    return (np.float64(upper_bits) + 0.5) * _TO_UNIT
 
 
 @njit(cache=True, nogil=True)
@@ -175,9 +180,11 @@ class Rule(NamedTuple):
 
 def merge_ids(a: Array, b: Array) -> Array:
     """Return the union of two arrays of ascending distinct ids ((X,) int64)."""
-    if not len(b):
+    if len(a) == 0:
+        return b
+    if len(b) == 0:
         return a
-    return np.union1d(a, b) if len(a) else b
+    return np.union1d(a, b)
 
 
 @njit(cache=True, nogil=True)
@@ -187,8 +194,9 @@ def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
         return False
     if len(exclude) == 0:
         return True
-    first = np.searchsorted(exclude, start + csc.first_edge)
-    return first == len(exclude) or exclude[first] >= end + csc.first_edge
+    # The edges are plain if the next excluded edge is behind them.
+    next_excluded = np.searchsorted(exclude, start + csc.first_edge)
+    return next_excluded == len(exclude) or exclude[next_excluded] >= end + csc.first_edge
 
 
 @njit(cache=True, nogil=True)
@@ -200,18 +208,20 @@ def _list_candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array)
     """
     has_weights = len(csc.weights) > 0
     next_excluded = np.searchsorted(exclude, start + csc.first_edge)
-    count = 0
+    num_candidates = 0
     for position in range(start, end):
-        while next_excluded < len(exclude) and exclude[next_excluded] < position + csc.first_edge:
+        edge = position + csc.first_edge
+        while next_excluded < len(exclude) and exclude[next_excluded] < edge:
             next_excluded += 1
-        if next_excluded < len(exclude) and exclude[next_excluded] == position + csc.first_edge:
+        if next_excluded < len(exclude) and exclude[next_excluded] == edge:
             continue
         if has_weights and not csc.weights[position] > 0:
             continue
-        if count < len(out):
-            out[count] = position
-        count += 1
-    return count
+
+        if num_candidates < len(out):
+            out[num_candidates] = position
+        num_candidates += 1
+    return num_candidates
 
 
 @njit(cache=True, nogil=True)
@@ -230,14 +240,17 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
     """
     # Arrays are read from their tuple before the loops, because each access would count a reference.
     ends = csc.indptr
-    nothing = np.empty(0, np.int64)
+    no_output = np.empty(0, np.int64)
     largest = 0
     total = 0
     indptr[0] = 0
+
+    # The usual case without weights and excluded edges has a loop of its own, because it is faster.
     if len(csc.weights) == 0 and len(rule.exclude) == 0:
         at_least = fanout if rule.replace else 0
         at_most = fanout if fanout >= 0 else ends[-1]
         for i in range(len(nodes)):
+            # An unsigned index needs no check for a negative one.
             row = np.uint64(nodes[i] - csc.first_node)
             starts[i] = ends[row]
             degree = ends[row + np.uint64(1)] - starts[i]
@@ -246,6 +259,7 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
                 total += min(max(degree, at_least), at_most)
             indptr[i + 1] = total
         return largest
+
     for i in range(len(nodes)):
         row = nodes[i] - csc.first_node
         start, end = csc.indptr[row], csc.indptr[row + 1]
@@ -253,9 +267,12 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
         starts[i] = start
         largest = max(largest, degree)
         if not _is_plain(csc, rule.exclude, start, end):
-            degree = _list_candidates(csc, rule.exclude, start, end, nothing)
-        if fanout >= 0:
-            degree = (fanout if degree > 0 else 0) if rule.replace else min(degree, fanout)
+            degree = _list_candidates(csc, rule.exclude, start, end, no_output)
+
+        if fanout >= 0 and rule.replace:
+            degree = fanout if degree > 0 else 0
+        elif fanout >= 0:
+            degree = min(degree, fanout)
         total += degree
         indptr[i + 1] = total
     return largest
@@ -264,12 +281,14 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
 @njit(cache=True, nogil=True)
 def _draw_distinct_small(key: np.uint64, degree: int, out: Array) -> None:
     """Draw len(out) distinct numbers in [0, degree) by Floyd's algorithm. The degree is at most 64."""
+    # Bit v says that v has been drawn.
     bits = np.uint64(0)
     number = 0
     count = len(out)
     for i in range(count):
         last = degree - count + i
         value, number = draw_below(key, number, last + 1)
+        # No earlier step could draw ``last``.
         if (bits >> np.uint64(value)) & np.uint64(1):
             value = last
         bits |= np.uint64(1) << np.uint64(value)
@@ -284,10 +303,12 @@ def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -
     for i in range(count):
         last = degree - count + i
         value, number = draw_below(key, number, last + 1)
+        # Word v >> 6 has the bits of 64 numbers, and v & 63 is the place of v among them.
         if (bits[value >> 6] >> np.uint64(value & 63)) & np.uint64(1):
             value = last
         bits[value >> 6] |= np.uint64(1) << np.uint64(value & 63)
         out[i] = value
+
     for i in range(count):
         bits[out[i] >> 6] = np.uint64(0)
 
@@ -299,17 +320,19 @@ def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, s
     ``out`` receives the len(out) candidates with the smallest scores -log(u) / weight. ``scores`` is a
     workspace of the same length, which an insertion sort keeps in order.
     """
-    count = 0
+    num_kept = 0
     for position in candidates:
         draw = draw_unit(item_key(stream, position + csc.first_edge), 0)
         score = -math.log(draw) / csc.weights[position]
-        if count == len(out):
-            if score >= scores[count - 1]:
-                continue
-            slot = count - 1
+        if num_kept < len(out):
+            slot = num_kept
+            num_kept += 1
+        elif score < scores[num_kept - 1]:
+            # The candidate takes the place of the one with the largest score.
+            slot = num_kept - 1
         else:
-            slot = count
-            count += 1
+            continue
+
         while slot > 0 and scores[slot - 1] > score:
             scores[slot] = scores[slot - 1]
             out[slot] = out[slot - 1]
@@ -322,12 +345,15 @@ def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, s
 def _draw_weighted_with_replacement(
     csc: Csc, key: np.uint64, choices: Array, out: Array, sums: Array
 ) -> None:
+    """Draw len(out) of ``choices`` by weight. ``sums`` is a workspace for the running sums of weights."""
     total = 0.0
     for i in range(len(choices)):
         total += csc.weights[choices[i]]
         sums[i] = total
+
     for i in range(len(out)):
         slot = np.searchsorted(sums[: len(choices)], draw_unit(key, i) * total, side="right")
+        # The product may be rounded up to the total.
         out[i] = choices[min(slot, len(choices) - 1)]
 
 
@@ -335,6 +361,10 @@ def _draw_weighted_with_replacement(
 def _draw_unequal(
     csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, choices: Array, out: Array, scratch: Array
 ) -> None:
+    """Write len(out) positions of ``choices``, the edges of a node that may be drawn, to ``out``.
+
+    ``key`` belongs to the node. Draws by weight without replacement use keys of the edges in ``stream``.
+    """
     if len(out) == 0:
         return
     if len(out) == len(choices) and not rule.replace:
@@ -345,7 +375,8 @@ def _draw_unequal(
     elif len(csc.weights) > 0:
         _draw_weighted(csc, stream, choices, out, scratch)
     else:
-        draw_uniform(key, len(choices), rule.replace, out, np.zeros((len(choices) >> 6) + 1, np.uint64))
+        bits = np.zeros((len(choices) >> 6) + 1, np.uint64)
+        draw_uniform(key, len(choices), rule.replace, out, bits)
         for i in range(len(out)):
             out[i] = choices[out[i]]
 
@@ -382,8 +413,10 @@ def draw_hop(
     """
     indptr, starts, largest = space
     ends = csc.indptr
-    bits = np.zeros((largest >> 6) + 1, np.uint64)
     all_plain = len(csc.weights) == 0 and len(rule.exclude) == 0
+
+    # Workspaces that all nodes share.
+    bits = np.zeros((largest >> 6) + 1, np.uint64)
     candidates = np.empty(0 if all_plain else largest, np.int64)
     scratch = np.empty(0 if all_plain else largest, np.float64)
     for i in range(len(nodes)):
@@ -392,22 +425,23 @@ def draw_hop(
         out = edges[indptr[i] : indptr[i + 1]]
         start, end = starts[i], ends[np.uint64(nodes[i] - csc.first_node) + np.uint64(1)]
         degree = end - start
+
+        # Plain draws are relative to the start of the node's edges. Candidates are positions in ``csc``.
         if all_plain or _is_plain(csc, rule.exclude, start, end):
             if len(out) == degree and (take_all or not rule.replace):
                 for j in range(degree):
                     out[j] = j
             else:
                 draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
-            first = start + csc.first_edge
+            first_edge = start + csc.first_edge
         else:
-            count = _list_candidates(csc, rule.exclude, start, end, candidates)
+            num_candidates = _list_candidates(csc, rule.exclude, start, end, candidates)
+            choices = candidates[:num_candidates]
             node_rule = Rule(rule.replace and not take_all, rule.exclude, False)
-            _draw_unequal(
-                csc, stream, item_key(stream, nodes[i]), node_rule, candidates[:count], out, scratch
-            )
-            first = np.int64(csc.first_edge)
+            _draw_unequal(csc, stream, item_key(stream, nodes[i]), node_rule, choices, out, scratch)
+            first_edge = np.int64(csc.first_edge)
         for j in range(len(out)):
-            out[j] += first
+            out[j] += first_edge
 
 
 @njit(cache=True, nogil=True)
@@ -445,17 +479,20 @@ def draw_by_source(
         row = np.uint64(nodes[i] - csc.first_node)
         start, end = ends[row], ends[row + np.uint64(1)]
         if total + end - start > len(edges):
-            more = np.empty(2 * (total + end - start), np.int64)
-            more[:total] = edges[:total]
-            edges = more
+            longer_edges = np.empty(2 * (total + end - start), np.int64)
+            longer_edges[:total] = edges[:total]
+            edges = longer_edges
+
         excluded = np.searchsorted(exclude, start + first_edge)
         last_excluded = np.searchsorted(exclude, end + first_edge)
         degree = end - start - (last_excluded - excluded)
         keep_all = fanout < 0 or fanout >= degree
         # The limit is a share of 2**64. Its rounding error is below degree / 2**64.
         limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
+
+        # A separate loop uses vector instructions. The keys lie where the edges will be, so an edge
+        # overwrites the key of its source or an earlier key.
         sources, keys = indices[start:end], edges[total : total + end - start].view(np.uint64)
-        # A separate loop uses vector instructions. An edge overwrites its sources key or an earlier one.
         for j in range(len(sources)):
             keys[j] = item_key(stream, sources[j])
         for j in range(len(sources)):
@@ -485,13 +522,15 @@ def draw_edges(
     """
     indptr = np.empty(len(nodes) + 1, np.int64)
     if rule.by_source:
-        nothing = np.empty(0, np.int64)
-        edges = draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, nothing, 0)[: indptr[-1]]
+        no_edges = np.empty(0, np.int64)
+        buffer = draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, no_edges, 0)
+        edges = buffer[: indptr[-1]]
     else:
         starts = np.empty(len(nodes), np.int64)
         largest = count_hop(csc, nodes, fanout, rule, indptr, starts)
         edges = np.empty(indptr[-1], np.int64)
         draw_hop(csc, nodes, stream, fanout < 0, rule, (indptr, starts, largest), edges)
+
     sources = np.empty(len(edges), np.int64)
     for i in range(len(edges)):
         sources[i] = csc.indices[edges[i] - csc.first_edge]
@@ -512,14 +551,18 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
     """
     rule = Rule(replace and fanout >= 0, np.empty(0, np.int64), False)
     indptr = np.empty(len(nodes) + 1, np.int64)
-    largest = count_hop(csc, np.arange(len(nodes)), fanout, rule, indptr, np.empty(len(nodes), np.int64))
-    out = np.empty(indptr[-1], np.int64)
+    starts = np.empty(len(nodes), np.int64)
+    largest = count_hop(csc, np.arange(len(nodes)), fanout, rule, indptr, starts)
+    positions = np.empty(indptr[-1], np.int64)
     candidates, scratch = np.empty(largest, np.int64), np.empty(largest, np.float64)
     for i in range(len(nodes)):
         start, end = csc.indptr[i], csc.indptr[i + 1]
-        key = item_key(stream, nodes[i])
-        # The key of an edge is its position candidates the node's edges.
+        num_candidates = _list_candidates(csc, rule.exclude, start, end, candidates)
+        choices = candidates[:num_candidates]
+        out = positions[indptr[i] : indptr[i + 1]]
+
+        # The key of an edge is its place among the node's edges, so that other nodes do not matter.
         node_csc = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
-        count = _list_candidates(csc, rule.exclude, start, end, candidates)
-        _draw_unequal(node_csc, key, key, rule, candidates[:count], out[indptr[i] : indptr[i + 1]], scratch)
-    return indptr, out
+        key = item_key(stream, nodes[i])
+        _draw_unequal(node_csc, key, key, rule, choices, out, scratch)
+    return indptr, positions

@@ -5,7 +5,6 @@ import logging
 import mmap
 import resource
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 import psutil
@@ -49,26 +48,38 @@ def machine_memory(
     """
     machine = psutil.virtual_memory()
     process = psutil.Process().memory_info()
-    total = machine.total
-    free = machine.available
-    for kind, in_use in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
-        bound = resource.getrlimit(kind)[0]
-        if bound != resource.RLIM_INFINITY:
-            total = min(total, bound)
-            free = max(0, min(free, bound - in_use))
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
+    # Pairs of a limit and its use, in bytes.
+    limits: list[tuple[int, int]] = []
+    for kind, used_bytes in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            limits.append((limit, used_bytes))
+
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         # In a container the mounted tree may start at the container's own group, whatever the path says.
         subfolder = Path(path.lstrip("/")) if controllers in ("", "memory") else Path()
-        for (mount, limit, used, droppable), group in product(_GROUPS, (subfolder, *subfolder.parents)):
-            folder = mounted / mount / group
-            with suppress(OSError, ValueError, KeyError):  # another version, or no limit
-                bound = int((folder / limit).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                group_use = int((folder / used).read_text()) - int(stat[droppable])
-                total = min(total, bound)
-                free = max(0, min(free, bound - group_use))
-    return total, free
+        for group in (subfolder, *subfolder.parents):
+            limits += _read_group_limits(mounted, group)
+
+    total = min([machine.total, *(limit for limit, _ in limits)])
+    free = min([machine.available, *(limit - used_bytes for limit, used_bytes in limits)])
+    return total, max(0, free)
+
+
+def _read_group_limits(mounted: Path, group: Path) -> list[tuple[int, int]]:
+    """Return the limits of memory of a control group, and how much memory it uses, in bytes."""
+    limits = []
+    for mount, limit_name, used_name, reclaimable_name in _GROUPS:
+        folder = mounted / mount / group
+        # A file is missing in the other version, and has a word in place of a number without a limit.
+        with suppress(OSError, ValueError, KeyError):
+            limit = int((folder / limit_name).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used_bytes = int((folder / used_name).read_text())
+            limits.append((limit, used_bytes - int(stat[reclaimable_name])))
+    return limits
 
 
 # Numbers of <malloc.h>.
@@ -114,7 +125,9 @@ def return_memory(large: int = 1 << 20) -> bool:
 def _set_allocator(*settings: tuple[int, int]) -> bool:
     """Apply ``settings`` in order, up to the first refused one. Return whether all were accepted."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
+    if mallopt is None:
+        return False
+    return all(mallopt(name, value) == 1 for name, value in settings)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -123,8 +136,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "P
 
 def read_size(text: str) -> int:
     """Return the bytes of "4GB", "512MB" or "1000". Raise ConfigError if it is not a size."""
-    digits = text.strip().upper().rstrip("BKMGTP")
-    unit = text.strip().upper()[len(digits) :]
+    upper_text = text.strip().upper()
+    digits = upper_text.rstrip("BKMGTP")
+    unit = upper_text[len(digits) :]
     try:
         size = int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
@@ -138,7 +152,11 @@ def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes with three digits and a decimal unit: 1536 gives ``1.54 KB``."""
     value = float(num_bytes)
     units = ["PB", "TB", "GB", "MB", "KB", "B"]
-    while abs(value) >= 999.5 and len(units) > 1:  # 999.5 would be written as 1e+03
+    # The format below would write 999.5 as 1e+03.
+    while abs(value) >= 999.5 and len(units) > 1:
         value = value / 1000
-        _ = units.pop()
-    return f"{value:.0f} B" if units[-1] == "B" else f"{value:.3g} {units[-1]}"
+        units.pop()
+    unit = units[-1]
+    if unit == "B":
+        return f"{value:.0f} B"
+    return f"{value:.3g} {unit}"

@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 def is_integer(value: object) -> bool:
     """Return whether ``value`` is an int or a NumPy integer that fits 64 bits. A bool is not an integer."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and -(1 << 63) <= int(value) < 1 << 63
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return -(1 << 63) <= int(value) < 1 << 63
 
 
 def check_integer(name: str, value: Any, *, least: int) -> int:
@@ -118,17 +120,21 @@ path_option = partial(option, kind=Path, parse=lambda value, _flag: str(value))
 
 def list_options(config: type) -> list[tuple[Field[Any], Option]]:
     """Return the fields of a record that are options."""
-    return [
-        (config_field, config_field.metadata[_KEY])
-        for config_field in fields(config)
-        if _KEY in config_field.metadata
-    ]
+    options = []
+    for config_field in fields(config):
+        if _KEY in config_field.metadata:
+            options.append((config_field, config_field.metadata[_KEY]))
+    return options
 
 
 def types_in(config: Any) -> dict[str, type]:
     """Return the type of each field of a record. ``int | None`` counts as int, and words count as str."""
-    first = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(config).items()}
-    return {name: kind if isinstance(kind, type) else str for name, kind in first.items()}
+    types = {}
+    for name, hint in get_type_hints(config).items():
+        # The arguments of ``int | None`` are its types. Those of a Literal are its words.
+        first_type = (*get_args(hint), hint)[0]
+        types[name] = first_type if isinstance(first_type, type) else str
+    return types
 
 
 def check_names(
@@ -140,12 +146,14 @@ def check_names(
     """
     known = sorted(known)
     for name in options:
-        if name not in known:
-            listed = [f"{key} ({types[key].__name__})" if types else key for key in known]
-            raise ConfigError(
-                f"{owner} has no option {name!r}{suggest_name(name, known)} (its options: "
-                f"{', '.join(listed) or 'none: leave it out'})"
-            )
+        if name in known:
+            continue
+        described = known
+        if types:
+            described = [f"{key} ({types[key].__name__})" for key in known]
+        choices = ", ".join(described) or "none: leave it out"
+        suggestion = suggest_name(name, known)
+        raise ConfigError(f"{owner} has no option {name!r}{suggestion} (its options: {choices})")
 
 
 def read_options(
@@ -164,67 +172,83 @@ def read_options(
     return record(**values)
 
 
-def _read_value(owner: str, name: str, value: Any, kind: type) -> Any:
-    if kind in (str, float, int) and is_integer(value):
-        return kind(value)
+def _read_value(owner: str, name: str, value: Any, expected: type) -> Any:
+    """Return ``value`` of an option if it is of the type ``expected``, and whole numbers converted to it."""
+    if expected in (str, float, int) and is_integer(value):
+        return expected(value)
     # bool is a subclass of int, but a flag in place of a number is a mistake.
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+    is_misplaced_flag = expected is not bool and isinstance(value, bool)
+    if is_misplaced_flag or not isinstance(value, expected):
+        actual = type(value).__name__
         raise ConfigError(
-            f"option {name}={value!r} of {owner} must be of type {kind.__name__}, not {type(value).__name__}"
+            f"option {name}={value!r} of {owner} must be of type {expected.__name__}, not {actual}"
         )
     return value
 
 
 def find_flag(config: type, name: str) -> str:
     """Return the command-line spelling of the field ``name``."""
-    option = next(option for field, option in list_options(config) if field.name == name)
-    return option.flag or "--" + name.replace("_", "-")
+    options = {config_field.name: option for config_field, option in list_options(config)}
+    return options[name].flag or "--" + name.replace("_", "-")
 
 
 def format_words(config: Any, names: Iterable[str]) -> list[str]:
     """Return the options ``names`` of a record as words of a command line, like ``["--fanout", "15,10"]``."""
     words = []
     for name in names:
-        value = getattr(config, name)
         words.append(find_flag(type(config), name))
+        value = getattr(config, name)
+        # A flag that is set has no value.
         if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+            words.append(_format_value(value))
     return words
+
+
+def _format_value(value: object) -> str:
+    """Return the value of an option as on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
 
 
 def check_ranges(config: Any, template: str = "{flag} {value}") -> None:
     """Raise ConfigError for the first option that is out of its range, written as ``template``."""
     hints = get_type_hints(type(config))
     for config_field, option in list_options(type(config)):
-        value = getattr(config, config_field.name)
-        hint = hints[config_field.name]
-        check = option.check
+        name = config_field.name
+        value = getattr(config, name)
+        hint = hints[name]
+        # None is allowed, except in place of a number without a default.
         if value is None and hint is not int:
             continue
+
+        check = option.check
         if hint in (int, int | None) and not is_integer(value):
             check = Check(lambda _: False, "a whole number below 2**63")
         elif check is None and get_origin(hint) is Literal:
             check = one_of(*get_args(hint))
         if check is not None and not check.holds(value):
-            text = template.format(
-                flag=find_flag(type(config), config_field.name), name=config_field.name, value=value
-            )
+            text = template.format(flag=find_flag(type(config), name), name=name, value=value)
             raise ConfigError(f"{text} must be {check.allowed}")
 
 
 def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
     """Raise ConfigError for the first failed check: (name with dashes, whether it fails, allowed values)."""
     for name, fails, allowed in checks:
-        if fails:
-            value = getattr(config, name.replace("-", "_"))
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ConfigError(f"--{name}{'' if value is True else f' {text}'} must be {allowed}")
+        if not fails:
+            continue
+        option = f"--{name}"
+        value = getattr(config, name.replace("-", "_"))
+        if value is not True:
+            option += f" {_format_value(value)}"
+        raise ConfigError(f"{option} must be {allowed}")
 
 
 def select_common_fields(source: object, target: type) -> dict[str, Any]:
     """Return the values of the record ``source`` for the fields that the record class ``target`` has too."""
-    names = {field.name for field in fields(target)} & {field.name for field in fields(source)}  # type: ignore[arg-type]  # a record
-    return {name: getattr(source, name) for name in names}
+    source_names = {field.name for field in fields(source)}  # type: ignore[arg-type]  # a record
+    target_names = {field.name for field in fields(target)}
+    return {name: getattr(source, name) for name in source_names & target_names}
 
 
 def parse_names(text: str, _flag: str = "") -> tuple[str, ...]:
@@ -253,18 +277,21 @@ def read_time(text: str) -> float:
 
     Raises ConfigError if it is none of these, or a date with fractions of a second.
     """
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
+
     try:
         date = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ConfigError(f"{text!r} is not a time. Use a number, or a date like 2024-05-31T12:00.") from None
     if date.microsecond:
         raise ConfigError(f"{text!r} has fractions of a second, but dates are stored as whole seconds.")
-    return int((date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp())
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=timezone.utc)
+    return int(date.timestamp())
 
 
 def parse_times(text: str, _flag: str) -> tuple[float, ...]:
@@ -285,16 +312,20 @@ def parse_tolerances(text: str, flag: str) -> float | dict[str, float]:
 
 def parse_by_name(text: str, flag: str) -> str | dict[str, str]:
     """Parse ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as a mapping."""
-    return parse_pairs(parse_names(text), flag) if "=" in text else text
+    if "=" not in text:
+        return text
+    return parse_pairs(parse_names(text), flag)
 
 
 def parse_pairs(words: Sequence[str], flag: str) -> dict[str, str]:
     """Parse ["a=1", "b=x"] as {"a": "1", "b": "x"}."""
+    pairs = {}
     for word in words:
-        if "=" not in word:
+        name, separator, value = word.partition("=")
+        if not separator:
             raise ConfigError(f"{flag} {word!r} must be NAME=VALUE")
-    split = [word.partition("=") for word in words]
-    return {name.strip(): value.strip() for name, _, value in split}
+        pairs[name.strip()] = value.strip()
+    return pairs
 
 
 def parse_literals(words: Sequence[str], flag: str) -> dict[str, object]:
@@ -312,9 +343,9 @@ def parse_literal(text: str) -> object:
     """Return ``text`` as a bool or a number if it is one, otherwise unchanged."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return text

@@ -71,57 +71,69 @@ def progress(
     if not enabled:
         yield Advance(_do_nothing, _do_nothing, _do_nothing)
         return
+
     console = PlainConsole(stderr=True, soft_wrap=True)
     if not console.is_terminal:
         console.print(f"{description} ...")
         yield Advance(_report_lines(description, total, console.print), console.print, _do_nothing)
         return
-    columns = (
+
+    columns = [
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        *([TimeRemainingColumn()] if figures is None else []),
-    )
+    ]
+    # A table of figures takes the place of the remaining time.
+    if figures is None:
+        columns.append(TimeRemainingColumn())
     with _Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         bar.figures = figures
         task = bar.add_task(visible(description), total=max(total, 1))
-        yield Advance(
-            lambda units: bar.advance(task, units),
-            console.print,
-            lambda state: bar.update(task, description=visible(f"{description} | {state}")),
-        )
+
+        def show_state(state: str) -> None:
+            bar.update(task, description=visible(f"{description} | {state}"))
+
+        yield Advance(lambda units: bar.advance(task, units), console.print, show_state)
 
 
 @final
 class _Bar(Progress):
+    """A progress bar with a table of figures below."""
+
     figures: Figures | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
+        if self.figures is None:
+            return
         for task in self.tasks:
-            if self.figures is not None:
-                cells = self.figures(task.completed, task.speed or 0.0)
-                table = Table(*cells)
-                table.add_row(*cells.values())
-                yield table
+            cells = self.figures(task.completed, task.speed or 0.0)
+            table = Table(*cells)
+            table.add_row(*cells.values())
+            yield table
 
 
 _LINE_S = 30.0
+"""Seconds between two lines of progress."""
 
 
 def _report_lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Return a function that counts finished units, and says every 30 s how many are left."""
     begin = last_report = time.monotonic()
-    done = 0
+    num_done = 0
 
     def move(units: int) -> None:
-        nonlocal last_report, done
-        done = min(done + units, total)
+        nonlocal last_report, num_done
+        num_done = min(num_done + units, total)
         now = time.monotonic()
-        if now - last_report >= _LINE_S and done:
-            left = timedelta(seconds=round((now - begin) * (total - done) / done))
-            last_report = now
-            say(f"{description} ... {100 * done / total:.0f} %, {left} left")
+        if now - last_report < _LINE_S or not num_done:
+            return
+
+        last_report = now
+        remaining_s = (now - begin) * (total - num_done) / num_done
+        remaining = timedelta(seconds=round(remaining_s))
+        say(f"{description} ... {100 * num_done / total:.0f} %, {remaining} left")
 
     return move
 

@@ -69,14 +69,17 @@ class SparseRows:
 
     def dense(self, rows: Array) -> Array:
         """Return the dense rows ``rows`` ((K,) int64, any order) as (K, F)."""
-        out = np.zeros((len(rows), self.num_columns), dtype=self.values.dtype)
-        first = self.indptr[rows]
-        counts = self.indptr[rows + 1] - self.indptr[rows]
-        row_of = np.repeat(np.arange(len(rows)), counts)
-        within = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.repeat(first, counts) + within
-        out[row_of, self.indices[position]] = self.values[position]
-        return out
+        starts = self.indptr[rows]
+        counts = self.indptr[rows + 1] - starts
+        # For each value that is not zero: its row in the result, and its place among the values of that row.
+        result_rows = np.repeat(np.arange(len(rows)), counts)
+        first_of_row = np.cumsum(counts) - counts
+        places = np.arange(len(result_rows)) - np.repeat(first_of_row, counts)
+
+        positions = np.repeat(starts, counts) + places
+        dense = np.zeros((len(rows), self.num_columns), dtype=self.values.dtype)
+        dense[result_rows, self.indices[positions]] = self.values[positions]
+        return dense
 
 
 NodeColumn: TypeAlias = Array | SparseRows
@@ -208,17 +211,24 @@ class EpochRecord:
 
     def scalars(self) -> dict[str, float]:
         """Return the finite numbers of ``metrics.jsonl`` except the epoch. Nested ones keep their names."""
-        figures: dict[str, Any] = {}
-        for name, value in (asdict(self) | {"samples_per_second": self.samples_per_second}).items():
-            figures |= value if isinstance(value, Mapping) else {name: value}
+        figures: dict[str, Any] = asdict(self)
+        figures |= figures.pop("metrics")
+        figures["samples_per_second"] = self.samples_per_second
         del figures["epoch"]
-        return {k: v for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+
+        scalars = {}
+        for name, value in figures.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                scalars[name] = value
+        return scalars
 
     @property
     def cache_hit_rate(self) -> float | None:
         """Share of hits among remote rows of cached tensors. None without a cache or without remote rows."""
         total = self.cache_hits + self.cache_misses
-        return self.cache_hits / total if total else None
+        if total == 0:
+            return None
+        return self.cache_hits / total
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,8 +247,11 @@ class IdRanges:
     def from_offsets(offsets: Sequence[Array]) -> IdRanges:
         """Return the ranges for T arrays (P + 1,) of per-type offsets."""
         counts = np.stack([np.diff(type_offsets) for type_offsets in offsets]).astype(np.int64)
-        flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]
-        return IdRanges(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
+        # Transposed, the ranges are in the order of the ids: part by part.
+        counts_by_part = counts.T
+        ends = np.cumsum(counts_by_part.ravel())
+        starts_by_part = np.concatenate([[0], ends])[:-1].reshape(counts_by_part.shape)
+        return IdRanges(starts=np.ascontiguousarray(starts_by_part.T), counts=counts)
 
     @property
     def offsets(self) -> Array:
@@ -250,19 +263,21 @@ class IdRanges:
         first = int(self.starts[0, part])
         return first, first + int(self.counts[:, part].sum())
 
-    def from_typed(self, kind: int, ids: Array) -> Array:
-        """Return the homogeneous ids of per-type ids (K,) of type number ``kind``."""
-        offsets = self.offsets[kind]
+    def from_typed(self, type_id: int, ids: Array) -> Array:
+        """Return the homogeneous ids of per-type ids (K,) of type number ``type_id``."""
+        offsets = self.offsets[type_id]
         part = np.searchsorted(offsets[1:], ids, side="right")
-        return self.starts[kind][part] + (ids - offsets[part])
+        return self.starts[type_id][part] + (ids - offsets[part])
 
     def locate(self, ids: Array) -> tuple[Array, Array]:
         """Return the type number and the part of homogeneous ids (K,)."""
+        # The ranges are numbered in the order of the ids: part by part, and by type within a part.
         ends = (self.starts + self.counts).T.ravel()
-        slot = np.searchsorted(ends, ids, side="right")
-        return slot % len(self.starts), slot // len(self.starts)
+        range_index = np.searchsorted(ends, ids, side="right")
+        num_types = len(self.starts)
+        return range_index % num_types, range_index // num_types
 
     def to_typed(self, ids: Array) -> tuple[Array, Array]:
         """Return the type number and the per-type id of homogeneous ids (K,)."""
-        kind, part = self.locate(ids)
-        return kind, ids - self.starts[kind, part] + self.offsets[kind, part]
+        type_id, part = self.locate(ids)
+        return type_id, ids - self.starts[type_id, part] + self.offsets[type_id, part]

@@ -20,11 +20,13 @@ AUTO = "auto"
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NEAREST'?`` for a message, or "" if no known name is similar."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    similar = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    known_by_lower = {candidate.lower(): candidate for candidate in known}
+    similar = difflib.get_close_matches(name.lower(), known_by_lower, n=1)
     if not similar and len(name) > 1:
-        similar = [lower for lower in by_lower if lower.startswith(name.lower())]
-    return f"; did you mean {by_lower[similar[0]]!r}?" if similar else ""
+        similar = [lower for lower in known_by_lower if lower.startswith(name.lower())]
+    if not similar:
+        return ""
+    return f"; did you mean {known_by_lower[similar[0]]!r}?"
 
 
 class Registry(Generic[T]):
@@ -76,10 +78,12 @@ class Registry(Generic[T]):
         known = self.names()
         if resolved in known:
             return resolved
+
         accepted = sorted({*known, *also})
         hint = suggest_name(name, [*accepted, *self._aliases])
-        aliases = f"; aliases: {', '.join(sorted(self._aliases))}" if self._aliases else ""
-        choices = f"{', '.join(accepted)}{aliases}"
+        choices = ", ".join(accepted)
+        if self._aliases:
+            choices += f"; aliases: {', '.join(sorted(self._aliases))}"
         raise UnknownNameError(
             f"there is no {self._kind} {name!r}{hint} (known: {choices}). A class of your own needs a "
             f"decorator in the running script, or an entry point {self._group!r} of an installed package."
@@ -94,11 +98,13 @@ class Registry(Generic[T]):
         resolved = self.resolve(name)
         if resolved in self._added:
             return self._added[resolved]
+
         if resolved in self._paths:
             module, _, attribute = self._paths[resolved].partition(":")
             plugin = getattr(importlib.import_module(module), attribute)
         else:
-            plugin = next(point for point in _entry_points(self._group) if point.name == resolved).load()
+            points = [point for point in _entry_points(self._group) if point.name == resolved]
+            plugin = points[0].load()
         return self._check(resolved, plugin)
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:

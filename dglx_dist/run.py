@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     script = Path(parsed.script)
     if not script.is_file():
         raise ConfigError(f"there is no script {parsed.script!r}. Pass the path of a Python file.")
+
     options = {**read_settings().options, **parse_literals(parsed.option, "--option")}
     set_settings(resolve_strategy(parsed.strategy), options)
     # DGL reads the environment when it is imported, so it is imported here.
@@ -43,8 +44,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(parsed.script, run_name="__main__")
     except BaseException as error:
+        is_success = isinstance(error, SystemExit) and error.code in (None, 0)
         session = get_open_session()
-        if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if session is not None and not is_success:
             # Otherwise the other ranks would wait for this one.
             session.fail(error)
             session.close(failed=True)

@@ -153,8 +153,9 @@ def _check_machine(diagnosis: Diagnosis) -> None:
         facts |= {"shared_memory_bytes": usage.total, "free_shared_memory_bytes": usage.free}
         if usage.free < _LEAST_SHARED_MEMORY:
             diagnosis.advice.append(
-                f"{_SHARED_MEMORY}, which ranks use for embeddings, has {format_bytes(usage.free)} "
-                "free. Raise it (in a container: --shm-size), or set DGLX_SCRATCH to a folder on a disk."
+                f"{_SHARED_MEMORY}, which ranks use for embeddings, has "
+                f"{format_bytes(usage.free)} free. Raise it (in a container: --shm-size), or "
+                "set DGLX_SCRATCH to a folder on a disk."
             )
 
     # A process can raise its own limit up to the hard limit.

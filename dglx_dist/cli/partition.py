@@ -82,13 +82,15 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
     )
     id: str | None = option(
         None,
-        "Name of the id column in node tables, or several names separated by commas if tables differ. '' "
+        "Name of the id column in node tables, or several names separated by commas if tables "
+        "differ. '' "
         "numbers all nodes by row, and 'COLUMN,' those of tables without the column. Common names are found.",
         metavar="COLUMN",
     )
     format: Any = option(
         "dglx",
-        "Output format: dglx, or dgl for DGL's own load_partition. Or the input format of a text file of "
+        "Output format: dglx, or dgl for DGL's own load_partition. Or the input format of a "
+        "text file of "
         "edges: triples, edges or interactions.",
         kind=str,
     )
@@ -102,7 +104,8 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
 
     time: str | None = option(
         None,
-        "Edge column of times, by which the in-edges of each node are sorted for dx.TemporalNeighborSampler: "
+        "Edge column of times, by which the in-edges of each node are sorted for "
+        "dx.TemporalNeighborSampler: "
         "integers, floats or ISO dates.",
         metavar="COLUMN",
     )
@@ -145,8 +148,8 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         if unused:
             flags = ", ".join(find_flag(PartitionCommand, name) for name in unused)
             raise ConfigError(
-                f"--add-time only sorts the edges of {self.data}, so {flags} would have no effect. "
-                "Leave it out, or partition again without --add-time."
+                f"--add-time only sorts the edges of {self.data}, so {flags} would have no "
+                "effect. Leave it out, or partition again without --add-time."
             )
 
 
@@ -156,8 +159,8 @@ def check_shares(shares: Sequence[float], memory: object) -> None:
     is_sum_valid = 0 < sum(shares) <= 1 + 1e-9
     if len(shares) != len(SPLITS) or min(shares) < 0 or not is_sum_valid:
         raise ConfigError(
-            f"--split {','.join(map(str, shares))} must be shares of train, validation and test nodes, "
-            "together at most 1, such as 0.8,0.1,0.1"
+            f"--split {','.join(map(str, shares))} must be shares of train, validation and "
+            "test nodes, together at most 1, such as 0.8,0.1,0.1"
         )
     if memory is not None:
         raise ConfigError("--split draws in memory, so it cannot be used with --memory. Use `dglx ingest`.")
@@ -178,9 +181,9 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
         (codes,) = draw_split_codes([has_label], num_labelled, shares, seed)
         if not (codes == 0).any():
             raise ConfigError(
-                f"--split {','.join(map(str, shares))} selects no training node of {num_labelled} "
-                f"labelled nodes of type {ntype!r}. Give the first share a larger value, "
-                "or label more nodes."
+                f"--split {','.join(map(str, shares))} selects no training node of "
+                f"{num_labelled} labelled nodes of type {ntype!r}. Give the first share a "
+                "larger value, or label more nodes."
             )
         columns |= {name: codes == code for code, name in enumerate(SPLITS)}
     return replace(graph, node_data=node_data)
@@ -191,8 +194,8 @@ def _find_types_without_split(node_data: Mapping[str, Mapping[str, object]]) -> 
     labelled = [ntype for ntype, columns in node_data.items() if LABEL in columns]
     if not labelled:
         raise ConfigError(
-            f"--split draws a split of labelled nodes, but the data has no labels (column {LABEL!r}). "
-            "Add or rename a column, or leave --split out."
+            "--split draws a split of labelled nodes, but the data has no labels (column "
+            f"{LABEL!r}). Add or rename a column, or leave --split out."
         )
 
     masks = {ntype: node_data[ntype].keys() & {*SPLITS} for ntype in labelled}
@@ -200,8 +203,9 @@ def _find_types_without_split(node_data: Mapping[str, Mapping[str, object]]) -> 
     if not without_split:
         names = ", ".join(sorted(set().union(*masks.values())))
         raise ConfigError(
-            f"--split draws a split of labels without one, but the data has {names}. Leave --split out "
-            "to use them, or remove them (column 'split' in tables) to draw another split."
+            f"--split draws a split of labels without one, but the data has {names}. Leave "
+            "--split out to use them, or remove them (column 'split' in tables) to draw "
+            "another split."
         )
     return without_split
 

@@ -77,11 +77,11 @@ def _check_no_unused_options(config: PlanConfig) -> None:
     if config.unit == "full_graph":
         for name in sorted(config.given.intersection(_BATCH_OPTIONS)):
             raise ConfigError(
-                f"{find_flag(PlanConfig, name)} is for mini-batches, but --unit full_graph has none. "
-                "Leave it out, or use --unit any."
+                f"{find_flag(PlanConfig, name)} is for mini-batches, but --unit full_graph "
+                "has none. Leave it out, or use --unit any."
             )
     if config.unit != "any" and "full_graph_epochs" in config.given:
         raise ConfigError(
-            f"{find_flag(PlanConfig, 'full_graph_epochs')} compares whole graphs with mini-batches, "
-            f"but --unit is {config.unit}. Add --unit any."
+            f"{find_flag(PlanConfig, 'full_graph_epochs')} compares whole graphs with "
+            f"mini-batches, but --unit is {config.unit}. Add --unit any."
         )

@@ -123,8 +123,9 @@ def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module,
 
     if not g.is_homogeneous:
         raise ConfigError(
-            f"{plan.data} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
-            f"{plan.model} supports one of each. Use --model {' or '.join(RELATIONAL_KINDS)}."
+            f"{plan.data} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, "
+            f"but --model {plan.model} supports one of each. Use --model "
+            f"{' or '.join(RELATIONAL_KINDS)}."
         )
 
     width = g.ndata[FEATURE].shape[1]
@@ -169,8 +170,9 @@ def _measure_on(
     foreign_cores = _CpuTimes.read().count_foreign_cores(begin)
     if foreign_cores > _MAX_FOREIGN_CORES:
         warning = (
-            f"other programs used {foreign_cores:.1f} of {usable_cores} cores while the model was timed, so "
-            "compute seconds are too long and differ between plans; plan again on an idle machine"
+            f"other programs used {foreign_cores:.1f} of {usable_cores} cores while the model "
+            "was timed, so compute seconds are too long and differ between plans; plan again "
+            "on an idle machine"
         )
         counts = replace(counts, assumptions=(*counts.assumptions, warning))
     return counts, predictions

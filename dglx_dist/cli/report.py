@@ -382,7 +382,7 @@ def read_batches(text: str | None) -> tuple[int, int] | None:
 def _how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     data = shlex.quote(str(config.get("data", "DIR")))
     return (
-        "the run did not finish, or is still running. It can be resumed from its newest checkpoint, if any: "
-        f"`dglx train {data} --out {shlex.quote(str(folder))}`, with the same options "
-        f"({folder / 'config.json'})"
+        "the run did not finish, or is still running. It can be resumed from its newest "
+        f"checkpoint, if any: `dglx train {data} --out {shlex.quote(str(folder))}`, with the "
+        f"same options ({folder / 'config.json'})"
     )

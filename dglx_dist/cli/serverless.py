@@ -108,8 +108,8 @@ def invoke_test(
 
     place = Place(region=region, endpoint_url=endpoint_url)
     for seconds, answer in try_function(name, place, write, address=address):
-        kind = "cold" if answer.cold else "warm"
-        write(f"{kind}: correct after {seconds:.3f} s, including {answer.seconds:.3f} s in the worker")
+        start = "cold" if answer.cold else "warm"
+        write(f"{start}: correct after {seconds:.3f} s, including {answer.seconds:.3f} s in the worker")
 
 
 @lambda_app.command()

@@ -139,8 +139,8 @@ def _report_failures(failures: dict[Any, ProcessFailure], signals: _Signals, fil
 
     rank, failure = find_first_failure(failures)
     is_consequence = _has_lost_peer(failure) or not _read_message(failure)
-    if signals.first and is_consequence:
-        return 128 + signals.first
+    if signals.first_signal and is_consequence:
+        return 128 + signals.first_signal
 
     if file is None:
         say(describe(rank, failure), "red")
@@ -300,9 +300,9 @@ class _Signals:
     """Whether the agent has started the ranks, so that it notices when they end."""
 
     def __init__(self) -> None:
-        self.first = 0
+        self.first_signal = 0
         """First signal, or 0."""
-        self._first_s = 0.0
+        self._first_signal_s = 0.0
         # The agent installs this function for SIGTERM and SIGINT, and torch before 2.9 has no other way.
         agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # the agent calls it with the same arguments
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -310,12 +310,12 @@ class _Signals:
 
     def _pass_on(self, signal_number: int, _frame: FrameType | None) -> None:
         is_repeated = False
-        if not self.first:
-            self.first = signal_number
-            self._first_s = time.monotonic()
+        if not self.first_signal:
+            self.first_signal = signal_number
+            self._first_signal_s = time.monotonic()
         elif signal_number == signal.SIGINT:
             # One press of Ctrl-C may arrive twice within a moment.
-            is_repeated = time.monotonic() - self._first_s > SAME_KEY_S
+            is_repeated = time.monotonic() - self._first_signal_s > SAME_KEY_S
 
         for rank in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
@@ -353,8 +353,9 @@ def describe(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"{process} ended with exit code {failure.exitcode}; see its output above"
     return (
-        f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. SIGKILL often "
-        "means that the machine ran out of memory. Use fewer ranks or a smaller --batch-size or --fanout."
+        f"{process} was ended by {failure.signal_name()}; the other ranks were stopped. "
+        "SIGKILL often means that the machine ran out of memory. Use fewer ranks or a smaller "
+        "--batch-size or --fanout."
     )
 
 

@@ -24,6 +24,7 @@ from dglx_dist.comm.topology import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import say
+from dglx_dist.registry import AUTO
 from dglx_dist.report.tables import plural
 from dglx_dist.training.config import LINK, TrainConfig, count_ranks_per_server
 
@@ -166,13 +167,13 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
     topology = read_topology()
     if ranks not in (None, topology.world_size):
         raise ConfigError(
-            f"--ranks {ranks}, but torchrun has started {topology.world_size}. Leave --ranks out, or run it "
-            "without torchrun."
+            f"--ranks {ranks}, but torchrun has started {topology.world_size}. Leave --ranks "
+            "out, or run it without torchrun."
         )
     if servers not in (None, topology.num_servers):
         raise ConfigError(
-            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}. Leave --servers out, "
-            "and set DGLX_RANKS_PER_SERVER for virtual servers."
+            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}. Leave "
+            "--servers out, and set DGLX_RANKS_PER_SERVER for virtual servers."
         )
 
 
@@ -186,7 +187,6 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import resolve_etype
     from dglx_dist.planner.workload import check_choosable
-    from dglx_dist.registry import AUTO
     from dglx_dist.strategies.base import resolve_strategy
 
     strategy = resolve_strategy(config.strategy, auto=True)
@@ -203,16 +203,15 @@ def check_before_launch(config: TrainConfig) -> None:
     num_servers = config.servers or 1
     if num_parts < num_servers:
         raise ConfigError(
-            f"{config.data} has {plural(num_parts, 'part')}, too few for --servers {num_servers}. Use at "
-            f"most {num_parts} servers, or partition again with "
-            f"`dglx partition DATA --parts {num_servers} --out DIR`."
+            f"{config.data} has {plural(num_parts, 'part')}, too few for --servers "
+            f"{num_servers}. Use at most {num_parts} servers, or partition again with `dglx "
+            f"partition DATA --parts {num_servers} --out DIR`."
         )
 
 
 def _check_strategy(config: TrainConfig, strategy: str) -> None:
     """Raise ConfigError if ``strategy`` does not support its options, the task, or the loop of the run."""
     from dglx_dist.planner.auto import read_auto_options
-    from dglx_dist.registry import AUTO
     from dglx_dist.strategies.base import STRATEGIES
     from dglx_dist.training.fit_config import check_loop
 
@@ -233,7 +232,7 @@ def _check_strategy(config: TrainConfig, strategy: str) -> None:
 
     if config.embeddings and traits.features != "rows":
         raise ConfigError(
-            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch them. "
-            "Use --strategy data_parallel."
+            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch "
+            "them. Use --strategy data_parallel."
         )
     check_loop(config, traits, strategy)

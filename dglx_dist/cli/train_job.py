@@ -178,15 +178,17 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         if lines:
             reason = f"line {lines[-1]}: {reason}"
         raise ConfigError(
-            f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
-            f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/own_model.md)."
+            f"--model-file {plan.model_file}: {reason}. It is called with those of "
+            f"{', '.join(arguments)} that it names, and its forward with {plan.layers} blocks "
+            "and h (docs/guides/own_model.md)."
         ) from error
 
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):
         raise ConfigError(
-            f"{plan.model} has no inference_layers() (dglx_dist.training.models), but --predictions, "
-            "--save-embeddings and --task link need it. Add it, or leave these options out."
+            f"{plan.model} has no inference_layers() (dglx_dist.training.models), but "
+            "--predictions, --save-embeddings and --task link need it. Add it, or leave these "
+            "options out."
         )
     return model
 
@@ -486,9 +488,9 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         shown_names = ", ".join(relation for _, relation, _ in targets[:3])
         raise ConfigError(
-            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has none of "
-            f"{shown_names}. Mark some with test_mask, name others with --target, or leave "
-            "--predictions out."
+            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has "
+            f"none of {shown_names}. Mark some with test_mask, name others with --target, or "
+            "leave --predictions out."
         )
     built = _build_link(plan, g, targets)
     evaluation = LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric)
@@ -597,8 +599,9 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         if plan.task == LINK:
             remedy += ", or --model none --embeddings 64, which scores trainable rows"
         raise ConfigError(
-            f"{folder} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
-            f"{plan.model} supports one of each. {remedy}, or write a loop like examples/07_rgcn.py."
+            f"{folder} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but "
+            f"--model {plan.model} supports one of each. {remedy}, or write a loop like "
+            "examples/07_rgcn.py."
         )
 
     # A relational model has trainable rows for nodes without features.
@@ -606,7 +609,8 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         known = ", ".join(columns[g.ntypes[0]]) or "none"
         raise ConfigError(
             f"{folder} has no node data {FEATURE!r} (known: {known}). Add trainable rows with "
-            "--embeddings 64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
+            "--embeddings 64, or partition a graph that has it (docs/guides/your_data.md "
+            "names the columns)."
         )
 
     for data in columns.values():
@@ -628,21 +632,22 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
         unused = [key for key in _USUAL_WEIGHTS if key in candidates]
         if unused and plan.model_file is None and g.session.topology.rank == 0:
             say(
-                f"edge column {unused[0]!r} is not used. --edge-weight {unused[0]} multiplies messages "
-                f"({list_kinds(WEIGHTED)})."
+                f"edge column {unused[0]!r} is not used. --edge-weight {unused[0]} multiplies "
+                f"messages ({list_kinds(WEIGHTED)})."
             )
         return
 
     if name not in candidates:
         known = ", ".join(candidates) or "none"
         raise ConfigError(
-            f"--edge-weight {name}: {g.dataset.folder} has no edge column of that name with one number "
-            f"per edge (known: {known}). Use one of these, or partition a graph that has it."
+            f"--edge-weight {name}: {g.dataset.folder} has no edge column of that name with "
+            f"one number per edge (known: {known}). Use one of these, or partition a graph "
+            "that has it."
         )
     if not get_strategy(g.session).traits.own_loop:
         raise ConfigError(
-            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge "
-            "columns. Leave it out, or use --strategy data_parallel."
+            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not "
+            "read edge columns. Leave it out, or use --strategy data_parallel."
         )
 
 
@@ -660,8 +665,9 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
     if traits.features == "columns" and plan.cache == LOOK_AHEAD:
         return
     raise ConfigError(
-        f"--cache {plan.cache} keeps feature rows of other servers, but strategy {session.strategy!r} "
-        "moves none in training. Leave --cache out, or use strategy data_parallel."
+        f"--cache {plan.cache} keeps feature rows of other servers, but strategy "
+        f"{session.strategy!r} moves none in training. Leave --cache out, or use strategy "
+        "data_parallel."
     )
 
 
@@ -790,6 +796,6 @@ def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
         draw(epochs, folder / PICTURE, title=title)
     except OSError as error:
         raise StorageError(
-            f"the run is in {folder}, but its picture cannot be written: {error}. `dglx report {folder}` "
-            "shows the run and draws it again."
+            f"the run is in {folder}, but its picture cannot be written: {error}. `dglx "
+            f"report {folder}` shows the run and draws it again."
         ) from error

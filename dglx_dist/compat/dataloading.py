@@ -191,7 +191,8 @@ class _Loader(_Epochs):
         if self._needs_wrap and not session.has_wrapped_model:
             raise ConfigError(
                 f"strategy {session.strategy!r} works inside the model. Replace "
-                "DistributedDataParallel by model = dglx_dist.wrap(model, g), or use strategy data_parallel."
+                "DistributedDataParallel by model = dglx_dist.wrap(model, g), or use strategy "
+                "data_parallel."
             )
 
         for input_nodes, *pairs, blocks in self._inner:
@@ -287,8 +288,8 @@ def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> d
         reverse_eids = kwargs.get("reverse_eids")
         if _is_identity(reverse_eids):
             warn_user(
-                "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded. "
-                "dglx_dist.reverse_edge_ids(g.inner) finds them."
+                "reverse_eids says that each edge is its own reverse, so reverse edges are "
+                "not excluded. dglx_dist.reverse_edge_ids(g.inner) finds them."
             )
             exclude = "self"
             reverse_eids = None

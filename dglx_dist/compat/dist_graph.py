@@ -87,8 +87,8 @@ class DistGraph(Wrapper, of=InnerDistGraph):
             path = Path(part_config)
         if path is None:
             raise ConfigError(
-                "part_config is missing, and there are no servers to ask for it. Pass the JSON file that "
-                "partition_graph wrote: DistGraph(..., part_config=)."
+                "part_config is missing, and there are no servers to ask for it. Pass the "
+                "JSON file that partition_graph wrote: DistGraph(..., part_config=)."
             )
 
         is_our_dataset = (path / MANIFEST).is_file()
@@ -171,12 +171,15 @@ class DistGraph(Wrapper, of=InnerDistGraph):
             raise ConfigError("edge_subgraph always stores the ids. Leave store_ids out.")
 
         by_type = edges if isinstance(edges, Mapping) else {None: edges}
-        ids = {self.to_canonical_etype(etype): torch.as_tensor(eids) for etype, eids in by_type.items()}
-        ends = {etype: self.find_edges(eids, etype) for etype, eids in ids.items()}
+        ids, ends = {}, {}
+        for key, edge_ids in by_type.items():
+            etype = self.to_canonical_etype(key)
+            ids[etype] = torch.as_tensor(edge_ids)
+            ends[etype] = self.find_edges(ids[etype], etype)
         num_nodes = {ntype: self.num_nodes(ntype) for ntype in self.ntypes}
         graph = dgl.heterograph(ends, num_nodes)
-        for etype, eids in ids.items():
-            graph.edges[etype].data[dgl.EID] = eids
+        for etype, edge_ids in ids.items():
+            graph.edges[etype].data[dgl.EID] = edge_ids
         return dgl.compact_graphs(graph) if relabel_nodes else graph
 
     def sample_neighbors(

@@ -63,8 +63,9 @@ def initialize(
     launcher = read_settings().dgl_processes
     if launcher.get("DGL_ROLE", "client") != "client":
         raise ConfigError(
-            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here, because every rank "
-            "serves its share. Start the script with torchrun, not with DGL's launcher."
+            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here, "
+            "because every rank serves its share. Start the script with torchrun, not with "
+            "DGL's launcher."
         )
 
     # Each argument that is not used, with its default value in DGL.
@@ -141,9 +142,10 @@ _REASONS: Mapping[str, str] = {
     "torchrun assigns ranks and servers": "set_rank set_num_machines set_machine_id set_num_client",
     "no code and no pickles travel between ranks; register a handler of arrays with "
     "dglx_dist.comm.session.current_session().rpc.register": (
-        "Request Response register_service create_sender create_receiver finalize_sender finalize_receiver "
-        "wait_for_senders connect_receiver send_request recv_request send_response recv_response remote_call "
-        "send_request_to_machine remote_call_to_machine fast_pull"
+        "Request Response register_service create_sender create_receiver finalize_sender "
+        "finalize_receiver wait_for_senders connect_receiver send_request recv_request "
+        "send_response recv_response remote_call send_request_to_machine "
+        "remote_call_to_machine fast_pull"
     ),
     "the ranks of a server share their rows already": "copy_data_to_shared_memory",
     "there is one format for all strategies, and no GraphBolt; leave it out": (

@@ -156,8 +156,8 @@ def _warn_unused(num_hops: int, graphbolt_options: Mapping[str, object]) -> None
         raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}. Leave it out.")
     if graphbolt_options:
         warn_user(
-            f"{', '.join(graphbolt_options)}: not used, because GraphBolt's files are not written. "
-            "Only DGL's GraphBolt needs them."
+            f"{', '.join(graphbolt_options)}: not used, because GraphBolt's files are not "
+            "written. Only DGL's GraphBolt needs them."
         )
 
 

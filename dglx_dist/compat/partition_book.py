@@ -217,14 +217,16 @@ def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
 
 def find_book_graph(book: PartitionBook | None) -> DistGraph:
     """Return the open graph of ``book``, which may be read from a file. None stands for the only graph."""
-    books = {g: g.get_partition_book() for g in _open_graphs()}
-    matching = [g for g in books if books[g] is book]
-    if not matching:
-        # A book from a file equals that of its graph in all sizes.
-        sizes = None if book is None else _count_rows(book)
-        matching = [g for g in books if sizes is None or _count_rows(books[g]) == sizes]
+    graphs = _open_graphs()
+    matching = graphs
+    if book is not None:
+        matching = [g for g in graphs if g.get_partition_book() is book]
+        if not matching:
+            # A book that was read from a file has the sizes of its graph.
+            sizes = _count_rows(book)
+            matching = [g for g in graphs if _count_rows(g.get_partition_book()) == sizes]
 
-    names = ", ".join(repr(g.name) for g in books)
+    names = ", ".join(repr(g.name) for g in graphs)
     remedy = "Pass g.get_partition_book()."
     if not matching:
         raise ConfigError(f"the partition book belongs to none of the open graphs ({names}). {remedy}")

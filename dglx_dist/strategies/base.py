@@ -133,17 +133,25 @@ def explain_missing_edge_data(advice: str = _PREFETCH) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        from dgl.view import HeteroEdgeDataView
-
-        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        data = next((owner for owner in owners if isinstance(owner, HeteroEdgeDataView)), None)
+        # DGL's view of the edge data is in a frame of the traceback. Other KeyErrors are not about blocks.
+        data = _find_edge_view(error)
         if data is None:
             raise
         columns = ", ".join(map(repr, data)) or "none"
         raise ConfigError(
-            f"the model reads edge data {error}, but its block does not have it (known: {columns}); "
-            f"{advice.format(name=error)}"
+            f"the model reads edge data {error}, but its block does not have it (known: "
+            f"{columns}); {advice.format(name=error)}"
         ) from error
+
+
+def _find_edge_view(error: BaseException) -> Any:
+    from dgl.view import HeteroEdgeDataView
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, HeteroEdgeDataView):
+            return owner
+    return None
 
 
 class WrappedModel(nn.Module, ABC):
@@ -190,8 +198,9 @@ class WrappedModel(nn.Module, ABC):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickling, and copying where the strategy has no ``__deepcopy__``."""
         raise ConfigError(
-            f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled or copied here; "
-            "call model.state_dict() on all ranks and save that, or copy.deepcopy(model.whole())"
+            f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled "
+            "or copied here; call model.state_dict() on all ranks and save that, or "
+            "copy.deepcopy(model.whole())"
         )
 
     def _get_module(self) -> nn.Module | None:
@@ -206,25 +215,27 @@ class WrappedModel(nn.Module, ABC):
         except AttributeError:
             if name == "_ddp_params_and_buffers_to_ignore":  # DistributedDataParallel looks for it
                 raise ConfigError(
-                    "DistributedDataParallel around a wrapped model would average its gradients again; "
-                    "leave it out, as dx.wrap exchanges the gradients"
+                    "DistributedDataParallel around a wrapped model would average its "
+                    "gradients again; leave it out, as dx.wrap exchanges the gradients"
                 ) from None
             module = self._get_module()
             if name.startswith("_") or module is None:
                 raise
 
         value = getattr(module, name)
-        if torch.is_grad_enabled() and (isinstance(value, Tensor) or callable(value)):
+        has_gradient = isinstance(value, Tensor) or callable(value)
+        if has_gradient and torch.is_grad_enabled():
             raise AttributeError(
-                f"{name!r} belongs to the wrapped module, so its gradients would stay on this rank; call it "
-                f"in forward(), or use model.module.{name} where it does not train"
+                f"{name!r} belongs to the wrapped module, so its gradients would stay on this "
+                f"rank; call it in forward(), or use model.module.{name} where it does not "
+                "train"
             )
-
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = None if name.startswith("_") or hasattr(type(self), name) else self._get_module()
-        if module is not None and name not in (*vars(self), *self._modules) and hasattr(module, name):
+        is_own = name.startswith("_") or hasattr(type(self), name)
+        is_set = name in vars(self) or name in self.__dict__.get("_modules", {})
+        if not is_own and not is_set and hasattr(self._get_module(), name):
             raise AttributeError(f"{name!r} belongs to the wrapped module; set model.module.{name}")
         super().__setattr__(name, value)
 
@@ -342,21 +353,28 @@ class WrappedModel(nn.Module, ABC):
 
 
 def _raise_for_devices(parameters: Iterable[Tensor], arguments: Iterable[Any], error: Exception) -> None:
-    model_device = next((parameter.device for parameter in parameters), None)
+    """Raise ConfigError if an argument of the model is on another device than its parameters."""
+    devices = [parameter.device for parameter in parameters]
+    if not devices:
+        return
+    model_device = devices[0]
+
     values = [[*argument.values()] if isinstance(argument, Mapping) else argument for argument in arguments]
-    devices = [getattr(value, "device", model_device) for value in flatten_arguments(values)]
-    input_device = next((device for device in devices if device != model_device), None)
-    if model_device is not None and input_device is not None:
-        raise ConfigError(
-            f"the model is on {model_device}, but its inputs are on {input_device}; wrap "
-            f"model.to(dx.local_device()), or give the loader device={str(model_device)!r}"
-        ) from error
+    for value in flatten_arguments(values):
+        input_device = getattr(value, "device", model_device)
+        if input_device != model_device:
+            raise ConfigError(
+                f"the model is on {model_device}, but its inputs are on {input_device}; wrap "
+                f"model.to(dx.local_device()), or give the loader device={str(model_device)!r}"
+            ) from error
 
 
 def find_float_parameter(model: nn.Module) -> Tensor:
     """Return the first floating-point parameter, for its dtype and device. A model without one gets zeros."""
-    floats = (p for p in model.parameters() if p.is_floating_point())
-    return next(floats, torch.zeros(()))
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter
+    return torch.zeros(())
 
 
 class Strategy(ABC):
@@ -377,7 +395,8 @@ class Strategy(ABC):
         return options
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self.session, self.options = session, self.read_options(options)
+        self.session = session
+        self.options = self.read_options(options)
 
     def is_same(self, strategy: Strategy) -> bool:
         return type(self) is type(strategy) and bool(self.options == strategy.options)
@@ -448,8 +467,8 @@ class OpenedStrategy(ABC):
         """
         if not self.strategy.traits.on_edges:
             raise ConfigError(
-                f"strategy {self.session.strategy!r} trains on nodes, not on batches of edges; use "
-                "strategy='data_parallel'"
+                f"strategy {self.session.strategy!r} trains on nodes, not on batches of "
+                "edges; use strategy='data_parallel'"
             )
         return self._keep_loader(self.make_edge_loader(eids, sampler, **loader_options))
 
@@ -480,10 +499,12 @@ class OpenedStrategy(ABC):
         Afterwards the models cannot be trained. A second call does nothing. ``g.close()`` releases everything
         but the models, which may continue with another graph.
         """
-        for model in [reference() for reference in self._models]:
+        for reference in self._models:
+            model = reference()
             if model is not None:
                 model.close()
         self._models.clear()
+
         if not self.is_closed:
             self.session.model_share = self._share
         self._release()
@@ -491,7 +512,8 @@ class OpenedStrategy(ABC):
     def _release(self) -> None:
         self.is_closed = True
         while self.on_close:
-            self.on_close.pop()()
+            release = self.on_close.pop()
+            release()
         remove_hooks_without_owner()
         if self._release in self.g.on_close:
             self.g.on_close.remove(self._release)
@@ -500,9 +522,9 @@ class OpenedStrategy(ABC):
 def check_one_type(strategy: str, g: DistGraph) -> None:
     if not g.is_homogeneous:
         raise ConfigError(
-            f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
-            f"{shorten_list(g.ntypes)} and the edge types {shorten_list(g.canonical_etypes)}; use "
-            "strategy='data_parallel'"
+            f"{strategy} trains on graphs of one node and one edge type, but this graph has "
+            f"the node types {shorten_list(g.ntypes)} and the edge types "
+            f"{shorten_list(g.canonical_etypes)}; use strategy='data_parallel'"
         )
 
 
@@ -549,7 +571,8 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
     opened_by_label = _OPENED.get(g.session)
     opened = opened_by_label.get(g.kvstore.label)
     if opened is None or opened.is_closed or not opened.strategy.is_same(strategy):
-        opened = opened_by_label[g.kvstore.label] = strategy.open(g)
+        opened = strategy.open(g)
+        opened_by_label[g.kvstore.label] = opened
     return opened
 
 
@@ -560,9 +583,10 @@ def get_strategy(session: Session) -> Strategy:
     """
     if session.strategy == AUTO:
         raise ConfigError(
-            "strategy 'auto' needs the model and the graph to choose; call dx.choose_strategy(model, g, "
-            "fanouts=..., batch_size=...) before the first loader and dx.wrap, or use dx.fit, which does so. "
-            "It compares batches of nodes, so for batches of edges name a strategy"
+            "strategy 'auto' needs the model and the graph to choose; call "
+            "dx.choose_strategy(model, g, fanouts=..., batch_size=...) before the first "
+            "loader and dx.wrap, or use dx.fit, which does so. It compares batches of nodes, "
+            "so for batches of edges name a strategy"
         )
     return STRATEGIES.get(session.strategy)(session, session.options)
 
@@ -580,13 +604,12 @@ def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
     name = strategy or read_settings().strategy or DEFAULT_STRATEGY
     if name != AUTO:
         return STRATEGIES.resolve(name, also=(AUTO,) if auto else ())
-    if not auto:
-        raise ConfigError(
-            "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a dgl.distributed script does "
-            "not call; run `dglx plan` to find a strategy, and give its name"
-        )
-
-    return AUTO
+    if auto:
+        return AUTO
+    raise ConfigError(
+        "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a dgl.distributed "
+        "script does not call; run `dglx plan` to find a strategy, and give its name"
+    )
 
 
 def begin(
@@ -618,10 +641,10 @@ def begin(
     try:
         check(session)
     except BaseException as error:
+        # The other ranks get the reason. Otherwise they would wait for this one.
         session.fail(error)
         session.close(failed=True)
         raise
-
     return session
 
 
@@ -650,7 +673,10 @@ def find_share(arguments: Iterable[object], session: Session) -> StepShare | Non
     """
     session.model_share = session.step_share
     for argument in arguments:
-        block = argument[-1] if isinstance(argument, list | tuple) and argument else argument
+        block = argument
+        if isinstance(argument, list | tuple) and argument:
+            # The last block has the targets.
+            block = argument[-1]
         share = getattr(block, "step_share", None)
         if isinstance(share, StepShare):
             session.model_share = share
@@ -670,12 +696,11 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
         return 0.0
     if reduction == "sum":
         return 1.0
-    if share is None:
-        raise ConfigError(
-            "the wrapped model does not know how many targets this step has, so it cannot weight this "
-            "rank's mean loss; use the batches of dglx_dist.DataLoader, set session.step_share = "
-            "dglx_dist.strategies.base.count_targets(len(targets), session) before the forward call, or "
-            "wrap with reduction='sum'"
-        )
-
-    return share.num_local / share.num_global
+    if share is not None:
+        return share.num_local / share.num_global
+    raise ConfigError(
+        "the wrapped model does not know how many targets this step has, so it cannot weight "
+        "this rank's mean loss; use the batches of dglx_dist.DataLoader, set "
+        "session.step_share = dglx_dist.strategies.base.count_targets(len(targets), session) "
+        "before the forward call, or wrap with reduction='sum'"
+    )

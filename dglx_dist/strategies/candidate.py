@@ -45,13 +45,19 @@ class Candidate:
     @property
     def name(self) -> str:
         """Name in tables: the strategy and its options."""
-        options = [f"{name}={value}" for name, value in self.options.items()]
-        cache = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
-        return " ".join([self.strategy, *options, *cache])
+        words = [self.strategy]
+        for name, value in self.options.items():
+            words.append(f"{name}={value}")
+        if self.cache:
+            words.append(f"cache={self.cache}:{self.cache_alpha:g}")
+        return " ".join(words)
 
     @property
     def arguments(self) -> str:
         """Options of ``dglx train`` that train this candidate."""
-        options = [f"--option {name}={str(value).lower()}" for name, value in self.options.items()]
-        cache = [f"--cache {self.cache} --cache-alpha {self.cache_alpha:g}"] if self.cache else []
-        return " ".join([f"--strategy {self.strategy}", *options, *cache])
+        words = [f"--strategy {self.strategy}"]
+        for name, value in self.options.items():
+            words.append(f"--option {name}={str(value).lower()}")
+        if self.cache:
+            words.append(f"--cache {self.cache} --cache-alpha {self.cache_alpha:g}")
+        return " ".join(words)

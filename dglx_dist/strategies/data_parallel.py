@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
 import dgl
@@ -58,10 +57,11 @@ class OpenedDataParallel(OpenedStrategy):
         self, indices: Tensor, sampler: Any, **loader_options: Any
     ) -> DataLoader | SubgraphLoader:
         is_subgraph = isinstance(sampler, SubgraphSampler)
+        sampler_name = type(sampler).__name__ if is_subgraph else "blocks"
         # The loaders communicate differently, so no rank may open another one.
-        check_equal(self.session, "the kind of sampler", type(sampler).__name__ if is_subgraph else "blocks")
-        kind = SubgraphLoader if is_subgraph else DataLoader
-        return kind(self.g, indices, sampler, **loader_options)
+        check_equal(self.session, "the kind of sampler", sampler_name)
+        loader_type = SubgraphLoader if is_subgraph else DataLoader
+        return loader_type(self.g, indices, sampler, **loader_options)
 
     def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> DistEdgeDataLoader:
         return DistEdgeDataLoader(self.g, eids, sampler, **loader_options)
@@ -91,11 +91,15 @@ class DataParallel(Strategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        if context.steps:
-            yield Candidate(unit="mini_batch")
-            sizes = context.caches if context.servers > 1 else ()
-            for policy, alpha in product(("vip", LOOK_AHEAD), sizes):
-                yield Candidate(unit="mini_batch", cache=policy, cache_alpha=alpha)
+        if not context.steps:
+            return
+        yield Candidate(unit="mini_batch")
+
+        # A server without others fetches no rows that a cache could keep.
+        if context.servers > 1:
+            for policy in ("vip", LOOK_AHEAD):
+                for alpha in context.caches:
+                    yield Candidate(unit="mini_batch", cache=policy, cache_alpha=alpha)
 
 
 @final
@@ -127,11 +131,14 @@ class DataParallelModel(ReplicatedModel):
         if not torch.is_grad_enabled() or not self._trained:
             begin_dropouts(self._dropouts, None, ())
             return self.module(*args, **kwargs)
-        share = find_share((*args, *kwargs.values()), self._session)
+
+        arguments = (*args, *kwargs.values())
+        share = find_share(arguments, self._session)
         if share is None and self._reduction == "mean" and not self.training:
             # Evaluation without no_grad is harmless as long as nobody calls backward.
             return self.module(*args, **kwargs)
-        begin_dropouts(self._dropouts, share, flatten_arguments((*args, *kwargs.values())))
+
+        begin_dropouts(self._dropouts, share, flatten_arguments(arguments))
         if share is not None:
             self._statistics.weight = gradient_weight(share, self._reduction)
             self._check_batch_norm(share, args)
@@ -144,15 +151,15 @@ class DataParallelModel(ReplicatedModel):
 
         The gradient of this rank is dropped, but other ranks need its part through the statistics.
         """
+        if share.num_local > 0:
+            return
         has_nodes = any(getattr(graph, IS_BATCH, False) and graph.num_nodes() for graph in args)
-        if (
-            share.num_local == 0
-            and has_nodes
-            and any(isinstance(m, BatchNorm) for m in self.module.modules())
-        ):
+        has_batch_norm = any(isinstance(module, BatchNorm) for module in self.module.modules())
+        if has_nodes and has_batch_norm:
             raise ConfigError(
-                "this rank's clusters have no node of train_mask in this step, but dx.nn.BatchNorm needs the "
-                "gradients of its nodes. Use more clusters per batch, or LayerNorm."
+                "this rank's clusters have no node of train_mask in this step, but "
+                "dx.nn.BatchNorm needs the gradients of its nodes. Use more clusters per "
+                "batch, or LayerNorm."
             )
 
 

@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast, final
 
@@ -55,16 +55,16 @@ class Bucket:
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
+        num_parameters = len(parameters)
+        dtype, device = parameters[0].dtype, parameters[0].device
         self.indices = tuple(indices)
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *pieces, self._flags = torch.split(self.flat, [*sizes, len(sizes)])
-        self.views = {
-            index: piece.view(parameter.shape)
-            for index, piece, parameter in zip(indices, pieces, parameters, strict=True)
-        }
+        self.flat = torch.zeros(sum(sizes) + num_parameters, dtype=dtype, device=device)
+        *segments, self._flags = torch.split(self.flat, [*sizes, num_parameters])
+        self.views: dict[int, Tensor] = {}
         """Views of the gradients in ``flat``, by index. After the exchange they hold sums over ranks."""
-        self.missing = len(sizes)
+        for index, segment, parameter in zip(indices, segments, parameters, strict=True):
+            self.views[index] = segment.view(parameter.shape)
+        self.missing = num_parameters
         """Number of gradients that have not been stored since the last :meth:`clear`."""
         self._num_computed = 0
 
@@ -92,7 +92,8 @@ class Bucket:
         if self._num_computed == len(self.indices):
             # The flags of other ranks are not needed. Reading them would make the host wait for the device.
             return dict.fromkeys(self.indices, True)
-        return dict(zip(self.indices, (self._flags > 0).cpu().tolist(), strict=True))
+        is_used = (self._flags > 0).cpu().tolist()
+        return dict(zip(self.indices, is_used, strict=True))
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
@@ -102,18 +103,19 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     parameter larger than ``bucket_bytes`` gets its own bucket.
     """
     groups: list[list[int]] = []
-    size = 0
+    group_bytes = 0
     group_type: tuple[torch.dtype, torch.device] | None = None
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
+        parameter_type = (parameter.dtype, parameter.device)
         num_bytes = parameter.numel() * parameter.element_size()
-        if not groups or size + num_bytes > bucket_bytes or group_type != (parameter.dtype, parameter.device):
+        is_full = group_bytes + num_bytes > bucket_bytes
+        if not groups or is_full or parameter_type != group_type:
             groups.append([])
-            size = 0
-            group_type = (parameter.dtype, parameter.device)
+            group_bytes = 0
+            group_type = parameter_type
         groups[-1].append(index)
-        size += num_bytes
-
+        group_bytes += num_bytes
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
 
 
@@ -160,8 +162,10 @@ class GradientExchange:
         """Number of backward calls after which their sums are written to ``.grad``, to overlap compute."""
         self._pending: deque[tuple[list[Bucket], list[Any]]] = deque()
         """Buckets and running sums of finished backward calls, the oldest first. Empty without a delay."""
-        self._holding = self._holds = False
-        """Whether forward runs under :meth:`hold_gradients`, and whether the running backward does."""
+        self._in_hold_block = False
+        """Whether forward calls run under :meth:`hold_gradients` now."""
+        self._backward_is_held = False
+        """Whether the gradients of the running backward call stay on this rank."""
         self._held: dict[int, HeldGradient] = {}
         self._hooks = [
             _on_accumulation(parameter, self._make_hook(index))
@@ -179,18 +183,18 @@ class GradientExchange:
         """
         if self._is_closed:
             raise ConfigError(
-                "the strategy that wrapped this model was closed, so its gradients would stay on this rank; "
-                "wrap the model again"
+                "the strategy that wrapped this model was closed, so its gradients would stay "
+                "on this rank; wrap the model again"
             )
 
         # With a delay, sums of several backward calls may be running, so nothing is held.
-        holds = self._holding and not self.delay and self._session.topology.world_size > 1
+        is_held = self._in_hold_block and not self.delay and self._session.topology.world_size > 1
 
         def mark_outputs(*outputs: Tensor) -> tuple[Tensor, ...]:
             anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
-            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(). Its results
-            # are not summed.
-            _on_accumulation(anchor, lambda _: self._begin(weight, holds))
+            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(). So the
+            # results of torch.autograd.grad() are not summed.
+            _on_accumulation(anchor, lambda _: self._begin(weight, is_held))
 
             # A user's hook on an unused parameter would be called with None, so such parameters are left out.
             parameters = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
@@ -216,18 +220,24 @@ class GradientExchange:
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
         """Keep gradients on this rank. The next backward of a forward call after the block sends them."""
-        previous, self._holding = self._holding, True
+        previous = self._in_hold_block
+        self._in_hold_block = True
         try:
             yield
         finally:
-            self._holding = previous
+            self._in_hold_block = previous
 
     def add_delayed(self) -> None:
         """Add the oldest pending sums, if any, to ``.grad``. Every rank must call it."""
         for index, total in self._wait_oldest(0).items():
             parameter = self._parameters[index]
-            if total is not None:
-                parameter.grad = total.clone() if parameter.grad is None else parameter.grad + total
+            if total is None:
+                continue
+            # The sum is a view of a bucket, which is used again.
+            if parameter.grad is None:
+                parameter.grad = total.clone()
+            else:
+                parameter.grad = parameter.grad + total
 
     def seconds(self, *, reset: bool = False) -> float:
         """Return the seconds waited for peers since the start or the last reset, without overlapped time."""
@@ -244,105 +254,115 @@ class GradientExchange:
         """
         session = self._session
         session.is_loss_exact = False
-        share, rank = session.model_share, session.topology.rank
-        num_seeds = 0 if share is None else share.num_local
-        if not num_seeds or scores.shape[:1] != (num_seeds,) or scores.element_size() < 4:
+        if not self.warns_of_gaps or session.topology.world_size == 1 or scores.device.type != "cpu":
             return
-        if session.topology.world_size == 1 or scores.device.type != "cpu" or not self.warns_of_gaps:
+        share = session.model_share
+        num_seeds = 0 if share is None else share.num_local
+        if num_seeds == 0 or scores.shape[:1] != (num_seeds,):
+            return
+        # In half precision, gradients round to 0 for usual scores.
+        if scores.element_size() < 4:
             return
         values = scores.detach()
 
         def check_gradient(gradient: Tensor) -> None:
             if session.is_loss_exact or not self.warns_of_gaps:
                 return
-            rows = gradient.reshape(num_seeds, -1)
-            is_zero = (rows == 0).all(1)
-            is_nan = rows.isnan().any(1)
-            if is_zero.any():
-                is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MAX_SCORE
-            count = int((is_zero | is_nan).sum())
-            if not count:
-                return
-            self.warns_of_gaps = False
-            message = (
-                f"{count} of the {len(rows)} seeds in this batch of rank {rank} have no part in the loss "
-                "(their gradient is 0 or NaN, as without a target); the mean is exact over all ranks as "
-                "dx.global_mean(sum of the losses, number of targets)"
-            )
-            if rank == 0:
-                warn_user(message)
-            else:
-                log.warning("rank %d: %s", rank, message)
+            num_gaps = _count_gaps(values.reshape(num_seeds, -1), gradient.reshape(num_seeds, -1))
+            if num_gaps > 0:
+                self.warns_of_gaps = False
+                self._warn_of_gaps(num_gaps, num_seeds)
 
         scores.register_hook(check_gradient)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
-    def _begin(self, weight: float, holds: bool) -> None:
+    def _warn_of_gaps(self, num_gaps: int, num_seeds: int) -> None:
+        rank = self._session.topology.rank
+        message = (
+            f"{num_gaps} of the {num_seeds} seeds in this batch of rank {rank} have no part "
+            "in the loss (their gradient is 0 or NaN, as without a target); the mean is exact "
+            "over all ranks as dx.global_mean(sum of the losses, number of targets)"
+        )
+        if rank == 0:
+            warn_user(message)
+        else:
+            log.warning("rank %d: %s", rank, message)
+
+    def _begin(self, weight: float, is_held: bool) -> None:
+        """Prepare the buckets at the first mark of a backward call. Later marks must have the same weight."""
         graph_task = current_backward()
         if graph_task == self._graph_task:
             if weight != self._weight:
                 raise ConfigError(
-                    "one backward call spans forward calls of different steps, so their gradients cannot "
-                    f"be weighted separately (this rank's share of the targets is {self._weight:.6g} in one "
-                    f"step and {weight:.6g} in another); call backward() once after each forward call, the "
-                    "gradients add up in .grad"
+                    "one backward call spans forward calls of different steps, so their "
+                    "gradients cannot be weighted separately (this rank's share of the "
+                    f"targets is {self._weight:.6g} in one step and {weight:.6g} in another); "
+                    "call backward() once after each forward call, the gradients add up in "
+                    ".grad"
                 )
-            self._holds &= holds
+            self._backward_is_held &= is_held
             return
 
         if self._graph_task != NO_BACKWARD:
             # An earlier backward raised an error. Its sums may still run, so its buckets cannot be reused.
             self._in_flight = []
             self._layout = ()
-
         self._graph_task = graph_task
         self._weight = weight
-        self._holds = holds
+        self._backward_is_held = is_held
         self._sent_gradients = [self._get_sent_gradient(index) for index in range(len(self._parameters))]
+        # The gradient of this backward call must be separate, because only this one is sent.
         for parameter in self._parameters:
             parameter.grad = None
+
+        # The user may have moved the model to another dtype or device.
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
         if layout != self._layout:
             self._layout = layout
             self._buckets = make_buckets(self._parameters, self._bucket_bytes)
             self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
-
         for bucket in self._buckets:
             bucket.clear()
-        callback = self._finish
 
         # Autograd drops the callback when the backward ends, even if it ends with an error.
+        callback = self._finish
         self._callback = weakref.ref(callback)
         call_after_backward(callback)
 
     def _get_sent_gradient(self, index: int) -> Tensor | None:
-        """Return the gradient that all ranks have, and forget a held gradient that the user has cleared."""
+        """Return the gradient that all ranks have, and forget a held gradient that the user has cleared.
+
+        Raises ConfigError if the user has changed the held gradient.
+        """
         gradient = self._parameters[index].grad
         held = self._held.get(index)
         if held is None:
             return gradient
         if gradient is held.shown and get_version(gradient) == held.version:
             return held.before
-        del self._held[index]
 
+        del self._held[index]
         if gradient is not None and gradient.any():
             raise ConfigError(
-                f"the gradient of {self._names[index]!r} was changed between a backward under no_sync() and "
-                "the backward that sends it; clip or scale gradients after the last backward, outside of "
-                "no_sync()"
+                f"the gradient of {self._names[index]!r} was changed between a backward under "
+                "no_sync() and the backward that sends it; clip or scale gradients after the "
+                "last backward, outside of no_sync()"
             )
-
         return gradient
 
     def refuse_held(self, optimizer: Optimizer) -> None:
         """Raise ConfigError if ``optimizer`` steps by gradients that only this rank has."""
-        shown = {id(held.shown): self._names[index] for index, held in self._held.items()}
-        gradients = (id(p.grad) for group in optimizer.param_groups for p in group["params"])
-        if name := next((shown[gradient_id] for gradient_id in gradients if gradient_id in shown), None):
-            raise ConfigError(
-                f"{type(optimizer).__name__} would step by the gradient of {name!r}, which was computed "
-                "under no_sync() and not sent to other ranks; run the last forward and backward before "
-                "each step() outside of no_sync()"
-            )
+        name_by_gradient = {id(held.shown): self._names[index] for index, held in self._held.items()}
+        if not name_by_gradient:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = name_by_gradient.get(id(parameter.grad))
+                if name is not None:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} would step by the gradient of {name!r}, "
+                        "which was computed under no_sync() and not sent to other ranks; run "
+                        "the last forward and backward before each step() outside of no_sync()"
+                    )
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         # The reference is weak, because the garbage collector does not follow references from torch's hooks.
@@ -356,14 +376,17 @@ class GradientExchange:
         return add_gradient
 
     def _add_gradient(self, index: int, parameter: Tensor) -> None:
+        """Store the gradient that backward has just computed in its bucket, and send full buckets."""
         if self._graph_task == NO_BACKWARD:
             return
         if current_backward() != self._graph_task:
-            if self._callback is not None and self._callback() is not None:
+            is_running = self._callback is not None and self._callback() is not None
+            if is_running:
                 raise ConfigError(
-                    f"the gradient of {self._names[index]!r} was computed by a backward call inside the "
-                    "backward call of the loss (re-entrant checkpointing does that), so it would not be "
-                    "summed; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    f"the gradient of {self._names[index]!r} was computed by a backward call "
+                    "inside the backward call of the loss (re-entrant checkpointing does "
+                    "that), so it would not be summed; use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             return
 
@@ -373,71 +396,96 @@ class GradientExchange:
             return
         if gradient.layout != torch.strided:
             raise ConfigError(
-                f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be as large "
-                "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
+                f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be "
+                "as large as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or "
+                "sparse=False"
             )
 
-        self._bucket_of[index].put(index, gradient, self._weight)
-        if index in self._held:
-            self._bucket_of[index].add(index, self._held.pop(index).local)
-        self._launch(incomplete=False)
+        bucket = self._bucket_of[index]
+        bucket.put(index, gradient, self._weight)
+        held = self._held.pop(index, None)
+        if held is not None:
+            bucket.add(index, held.local)
+        self._send_full_buckets(incomplete=False)
 
-    def _launch(self, *, incomplete: bool) -> None:
+    def _send_full_buckets(self, *, incomplete: bool) -> None:
+        """Send the buckets that have all their gradients, or all remaining buckets if ``incomplete``."""
+        if self._backward_is_held:
+            return
         # Buckets are sent in order, because the order must be the same on every rank.
-        while not self._holds and len(self._in_flight) < len(self._buckets):
-            bucket = self._buckets[len(self._in_flight)]
+        for bucket in self._buckets[len(self._in_flight) :]:
             if bucket.missing and not incomplete:
                 return
             self._in_flight.append(self._send(bucket))
 
     def _send(self, bucket: Bucket) -> Any:
-        topology = self._session.topology
-        if topology.world_size == 1:
+        """Begin to sum a bucket over the ranks. Return the handle to wait for, or None on one rank."""
+        if self._session.topology.world_size == 1:
             return None
         count_all_reduce(self._session, PHASE, bucket.flat.nbytes)
         begin = time.perf_counter()
         with report_failed_peers(self._session, "the sum of gradients"):
             work = dist.all_reduce(bucket.flat, async_op=True)
-        if self._session.timeline.on:
-            add = self._session.timeline.add
-            work.get_future().add_done_callback(
-                lambda _: add("all-reduce D", NETWORK, begin, time.perf_counter())
-            )
 
+        timeline = self._session.timeline
+        if timeline.on:
+
+            def trace(_: object) -> None:
+                timeline.add("all-reduce D", NETWORK, begin, time.perf_counter())
+
+            work.get_future().add_done_callback(trace)
         return work
 
     def _finish(self) -> None:
-        for index in [*self._held]:
-            self._bucket_of[index].add(index, self._held.pop(index).local)
-        if self._holds:
-            sums = _collect_sums(self._buckets)
+        """Write the sums to ``.grad`` at the end of a backward call, or hold the gradients of this rank."""
+        # Held gradients of parameters that this backward call did not reach are sent, too.
+        for index, held in self._held.items():
+            self._bucket_of[index].add(index, held.local)
+        self._held.clear()
+        if self._backward_is_held:
+            self._hold(_collect_sums(self._buckets))
         else:
-            self._launch(incomplete=True)
-            self._pending.append((self._buckets, self._in_flight))
-            self._in_flight = []
-            if self.delay:
-                # These buckets are in use until their sums have arrived, so the next call needs new ones.
-                self._layout = ()
-            sums = self._wait_oldest(self.delay)
+            self._write_sums(self._exchange_buckets())
+        self.after(self._weight)
+        self._graph_task = NO_BACKWARD
+        self._sent_gradients = []
 
+    def _exchange_buckets(self) -> dict[int, Tensor | None]:
+        """Send the remaining buckets. Return the sums of this backward call, or of an earlier one."""
+        self._send_full_buckets(incomplete=True)
+        self._pending.append((self._buckets, self._in_flight))
+        self._in_flight = []
+        if self.delay:
+            # These buckets are in use until their sums have arrived, so the next call needs new ones.
+            self._layout = ()
+        return self._wait_oldest(self.delay)
+
+    def _hold(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Keep the gradients of this rank, and show the user their sums with what was sent before."""
+        for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
+            gradient = gradients.get(index)
+            parameter.grad = sent
+            if gradient is None:
+                continue
+            # The gradient is a view of a bucket, which is used again.
+            unsent = gradient.clone()
+            shown = unsent if sent is None else sent + unsent
+            parameter.grad = shown
+            self._held[index] = HeldGradient(unsent, sent, shown, get_version(shown))
+
+    def _write_sums(self, sums: Mapping[int, Tensor | None]) -> None:
+        """Add ``sums`` to the gradients of earlier backward calls."""
         for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             total = sums.get(index)
             if total is None:
                 parameter.grad = sent
-            elif self._holds:
-                unsent = total.clone()
-                parameter.grad = visible = unsent if sent is None else sent + unsent
-                self._held[index] = HeldGradient(unsent, sent, visible, get_version(visible))
             elif sent is not None:
                 parameter.grad = sent.add_(total)
             elif parameter.grad is not None:
+                # Copying into the tensor of backward saves an allocation.
                 parameter.grad.copy_(total)
             else:
                 parameter.grad = total.clone()
-
-        self.after(self._weight)
-        self._graph_task = NO_BACKWARD
-        self._sent_gradients = []
 
     def _wait_oldest(self, delay: int) -> dict[int, Tensor | None]:
         """Return the sums of the oldest backward call, or {} if at most ``delay`` calls are pending.
@@ -447,22 +495,33 @@ class GradientExchange:
         if len(self._pending) <= delay:
             return {}
         buckets, works = self._pending.popleft()
-        started = time.perf_counter()
+        begin = time.perf_counter()
         timeline = self._session.timeline
-        waiting = timeline.span(f"{WAIT} for the all-reduce", COMPUTE) if timeline.on else nullcontext()
-        with report_failed_peers(self._session, "the sum of gradients"), waiting:
+        span = timeline.span(f"{WAIT} for the all-reduce", COMPUTE) if timeline.on else nullcontext()
+        with report_failed_peers(self._session, "the sum of gradients"), span:
             for work in works:
                 if work is not None:
                     work.wait()
-
-        self.waited_s += time.perf_counter() - started
+        self.waited_s += time.perf_counter() - begin
         return _collect_sums(buckets)
 
 
 def _collect_sums(buckets: Iterable[Bucket]) -> dict[int, Tensor | None]:
-    return {
-        i: bucket.views[i] if used else None for bucket in buckets for i, used in bucket.find_used().items()
-    }
+    """Return the gradients in ``buckets`` by index. A gradient is None if no rank has computed it."""
+    sums = {}
+    for bucket in buckets:
+        for index, is_used in bucket.find_used().items():
+            sums[index] = bucket.views[index] if is_used else None
+    return sums
+
+
+def _count_gaps(scores: Tensor, gradients: Tensor) -> int:
+    """Return the number of rows of ``gradients`` that are NaN, or 0 although their scores are not large."""
+    is_zero = (gradients == 0).all(1)
+    if is_zero.any():
+        is_zero &= scores.abs().amax(1) <= _MAX_SCORE
+    is_nan = gradients.isnan().any(1)
+    return int((is_zero | is_nan).sum())
 
 
 class _Mark(torch.autograd.Function):
@@ -494,8 +553,9 @@ def check_frozen(model: nn.Module, trained: Container[int]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
             raise ConfigError(
-                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay on "
-                "this rank; wrap the model again after changing which parameters are trained"
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient "
+                "would stay on this rank; wrap the model again after changing which "
+                "parameters are trained"
             )
 
 
@@ -520,13 +580,17 @@ class BufferMeans:
         ``weight`` is the weight of this rank in the step if the loss is a mean.
         """
         # A model without buffers may get some in its first call, such as caches of constants.
-        if self._session.topology.world_size == 1 or not self._values:
+        world_size = self._session.topology.world_size
+        if world_size == 1 or not self._values:
             return
         if self._reduction == "sum":
-            weight = 1.0 / self._session.topology.world_size
+            weight = 1.0 / world_size
+
         for buffer, value in zip(self._make_floats(), self._values, strict=True):
             # Changes are averaged instead of values, so that constants stay equal to the last bit.
-            change = (buffer - value) * weight if weight else torch.zeros_like(buffer)
+            change = torch.zeros_like(buffer)
+            if weight != 0.0:
+                change = (buffer - value) * weight
             value.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
             buffer.copy_(value)
 

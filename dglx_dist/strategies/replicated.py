@@ -35,17 +35,19 @@ class ReplicatedModel(WrappedModel):
         """Raise ConfigError on all ranks if the model cannot be trained."""
 
     def _attach(self, model: nn.Module) -> None:
-        self.module, session = model, self._session
+        """Set the user's module, and connect its gradients and buffers with the other ranks."""
+        self.module = model
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = {id(parameter) for _, parameter in trained}
-        self._exchange = GradientExchange(trained, session, self._options.bucket_bytes)
+        self._exchange = GradientExchange(trained, self._session, self._options.bucket_bytes)
         self._exchange.warns_of_gaps = self._reduction == "mean"
-        self._buffer_means = BufferMeans(model, session, self._reduction)
+        self._buffer_means = BufferMeans(model, self._session, self._reduction)
         self._exchange.after = self._buffer_means.average
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an independent copy that trains with the other ranks. Every rank must copy the model."""
-        result = memo[id(self)] = type(self).__new__(type(self))
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
         WrappedModel.__init__(result)
         result._session = self._session
         result._options = self._options
@@ -81,8 +83,11 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
         with report_failed_peers(session, "the first weights"):
             dist.broadcast(values, src=0)
         tensor.detach().copy_(values)
-        for rank in range(1, topology.world_size) if topology.rank == 0 else ():
-            session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
+
+        # Only the sender counts, so that the bytes are not counted twice.
+        if topology.rank == 0:
+            for rank in range(1, topology.world_size):
+                session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
 
 
 def check_same_model(
@@ -95,33 +100,36 @@ def check_same_model(
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    name_by_device = {tensor.device: name for name, tensor in tensors}
-    description = [
-        f"reduction={reduction}, {settings}",
-        *(
-            f"{name} {_describe_kind(p)}{'' if p.requires_grad else ' frozen'}"
-            for name, p in model.named_parameters()
-        ),
-        *(f"{name} {_describe_kind(buffer)}" for name, buffer in model.named_buffers()),
-        # Two GPUs have the same kind, so the number of devices is compared too. It comes last because a
-        # difference in a parameter is more precise.
-        "all of it on one device"
-        if len(name_by_device) < 2
-        else f"parts on {len(name_by_device)} devices (wrap model.to(dx.local_device()))",
-    ]
+
+    description = [f"reduction={reduction}, {settings}"]
+    name_by_device: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        name_by_device[parameter.device] = name
+        frozen = "" if parameter.requires_grad else " frozen"
+        description.append(f"{name} {_describe_kind(parameter)}{frozen}")
+    for name, buffer in model.named_buffers():
+        name_by_device[buffer.device] = name
+        description.append(f"{name} {_describe_kind(buffer)}")
+
+    # Two GPUs have the same kind, so the number of devices is compared too. It comes last because a
+    # difference in a parameter is more precise.
+    num_devices = len(name_by_device)
+    devices = "all of it on one device"
+    if num_devices > 1:
+        devices = f"parts on {num_devices} devices (wrap model.to(dx.local_device()))"
+    description.append(devices)
     remedy = "build the model from the same configuration on every rank"
     check_equal(session, "the wrapped model", description, remedy)
 
     # All ranks have the same devices here, so the following errors are raised on all of them.
-    if session.device.type != "meta" and torch.device("meta") in name_by_device:
+    meta_name = name_by_device.get(torch.device("meta"))
+    if meta_name is not None and session.device.type != "meta":
         raise ConfigError(
-            f"the model's {name_by_device[torch.device('meta')]!r} is on the meta device, where tensors have "
-            "no values; before wrapping, call model.to_empty(device=dx.local_device()), then initialise or "
-            "load the model"
+            f"the model's {meta_name!r} is on the meta device, where tensors have no values; "
+            "before wrapping, call model.to_empty(device=dx.local_device()), then initialise "
+            "or load the model"
         )
-
-    if len(name_by_device) > 1:
+    if num_devices > 1:
         parts = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
         raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")
 
