@@ -151,10 +151,10 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
             if task.kind is TaskKind.WORK:
                 num_readers = sizes.intervals
                 num_rows = sizes.nodes if step.per == "node" else sizes.edges
-                pulled = pulled_items(program, task.step, task.direction)
-                given = given_items(program, task.step, task.direction)
-                totals["lambda_down"] += _count_item_bytes(pulled, num_rows, sizes.intervals)
-                totals["lambda_up"] += _count_item_bytes(given, num_rows, sizes.intervals)
+                input_items = pulled_items(program, task.step, task.direction)
+                output_items = given_items(program, task.step, task.direction)
+                totals["lambda_down"] += _count_item_bytes(input_items, num_rows, sizes.intervals)
+                totals["lambda_up"] += _count_item_bytes(output_items, num_rows, sizes.intervals)
 
             num_weights = sum(map(math.prod, program.weights_of(task.step).values()))
             weight_bytes = num_weights * itemsize * num_readers
