@@ -242,12 +242,15 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
     """
     epochs = list(epochs)
     scores = _list_score_columns(epochs)
-    costs = {}
-    for name, cells in _list_cost_columns(epochs).items():
-        if not _ZEROS.issuperset(cells):
-            costs[name] = cells
+    costs: dict[str, list[str]] = {}
+    for record in epochs:
+        for name, cell in _format_costs(record).items():
+            costs.setdefault(name, []).append(cell)
 
-    columns = scores | costs
+    columns = dict(scores)
+    for name, cells in costs.items():
+        if not _ZEROS.issuperset(cells):
+            columns[name] = cells
     dropped_names: list[str] = []
     while len(columns) > len(scores) and _measure_width(columns) > width:
         name, _ = columns.popitem()
@@ -284,25 +287,27 @@ def _list_score_columns(epochs: Sequence[EpochRecord]) -> dict[str, list[str]]:
     return columns
 
 
-def _list_cost_columns(epochs: Sequence[EpochRecord]) -> dict[str, list[str]]:
+def _format_costs(record: EpochRecord) -> dict[str, str]:
     """Return the cells of seconds and bytes by heading, the most important column first."""
-    columns: dict[str, list[str]] = {
-        "seconds": [format_seconds(record.seconds) for record in epochs],
-        "samples/s": [format_count(record.samples_per_second) for record in epochs],
+    return {
+        "seconds": format_seconds(record.seconds),
+        "samples/s": format_count(record.samples_per_second),
+        "sample": format_seconds(record.sample_s),
+        "fetch": format_seconds(record.fetch_s),
+        "wait": format_seconds(record.wait_s),
+        "compute": format_seconds(record.compute_s),
+        "exchange": format_seconds(record.exchange_s),
+        "inside": format_bytes(record.bytes_inside),
+        "outside": format_bytes(record.bytes_outside),
+        "hits": format_percent(record.cache_hit_rate),
+        "saving": format_seconds(record.checkpoint_s),
+        "eval": format_seconds(record.evaluation_s),
+        "eval\noutside": format_bytes(record.evaluation_bytes_outside),
     }
-    for phase in ("sample", "fetch", "wait", "compute", "exchange"):
-        columns[phase] = [format_seconds(getattr(record, f"{phase}_s")) for record in epochs]
-    columns["inside"] = [format_bytes(record.bytes_inside) for record in epochs]
-    columns["outside"] = [format_bytes(record.bytes_outside) for record in epochs]
-    if any(record.cache_hit_rate is not None for record in epochs):
-        columns["hits"] = [format_percent(record.cache_hit_rate) for record in epochs]
-    columns["saving"] = [format_seconds(record.checkpoint_s) for record in epochs]
-    columns["eval"] = [format_seconds(record.evaluation_s) for record in epochs]
-    columns["eval\noutside"] = [format_bytes(record.evaluation_bytes_outside) for record in epochs]
-    return columns
 
 
-_ZEROS = frozenset(("0.000", "0 B"))
+_ZEROS = frozenset(("", "0.000", "0 B"))
+"""Cells that show no cost."""
 
 
 def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
