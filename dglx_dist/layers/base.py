@@ -39,7 +39,7 @@ class StageInput:
     """Keys of the dropout before *sync*, so that the parts drop the same as one process. A single part has
     None and draws as torch does."""
     targets: StageInput | None = None
-    """Destinations, if they are of another node type than the sources. None means the first sources."""
+    """Input of the destinations, if their node type differs from that of the sources. None: first sources."""
     by_type: Mapping[str, StageInput] = field(default_factory=dict)
     """Inputs by node type, if the layer reads several types. Then :attr:`x` has no meaning."""
     is_own: bool = True
@@ -95,7 +95,7 @@ class SplittableConv(nn.Module, ABC):
     required_edges: tuple[str, ...] = ()
     """Names of the per-edge arguments that every call has, so that their bytes always count."""
     edges_by_column: tuple[str, ...] = ()
-    """Names of (E1, F) per-edge values as wide as the uncut input. A part gets its own columns of them."""
+    """Names of (E1, F) per-edge values as wide as the uncut input. Each part gets its columns of them."""
     sums_sources: bool = False
     """Whether :meth:`forward` of the unsplit layer reads sources only by sums over in-edges."""
     heads: int = 0

@@ -440,9 +440,9 @@ class Convolution:
     columns: Callable[[Any], SplittableConv] | None = None
     """Function that returns its stages by columns."""
     against: str = ""
-    """Reason why it cannot be split by columns."""
+    """Reason why the class cannot be split by columns."""
     on_blocks: bool = True
-    """Whether DGL supports it on blocks, and not only on complete graphs."""
+    """Whether DGL supports the class on blocks, and not only on complete graphs."""
     like: str = "gcn"
     """Ready-made model of ``training.models`` that has this convolution or a similar one."""
 

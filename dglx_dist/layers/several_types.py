@@ -58,7 +58,7 @@ class SplitRelation:
     """Prefix of the names of its parameters."""
     stages: SplittableConv
     is_added: bool
-    """Whether its share is added to those of other relations before the sum over the parts."""
+    """Whether the share of the relation is added to other shares before the sum over the parts."""
 
     @property
     def read_types(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class HeteroStages(SplittableConv):
 
     @property
     def sum_widths(self) -> dict[str, int]:
-        """Columns of the sums over the parts by destination type. Relations that are added have them once."""
+        """Columns of the sums over the parts by destination type. Added relations share one sum."""
         widths: dict[str, int] = {}
         for relation in self._relations.values():
             if relation.is_added:

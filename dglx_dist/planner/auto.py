@@ -110,7 +110,7 @@ class Training:
 
     @property
     def counted_epoch(self) -> int:
-        """Epoch to count. Epoch 0 begins with empty caches, so it is epoch 1 if there are several."""
+        """Epoch to count: epoch 1, because epoch 0 begins with empty caches. Epoch 0 if there is no other."""
         return min(1, self.epochs - 1)
 
 
@@ -138,7 +138,7 @@ def check_session_options(session: Session) -> None:
 
 
 def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
-    """Return whether mini-batches are left out, because they would be large with so many layers."""
+    """Return whether mini-batches are left out, because default fan-outs of many layers make them large."""
     return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
 
 
@@ -443,7 +443,7 @@ def _check_inputs(model: nn.Module, g: DistGraph, inputs: EntityInputs | None) -
 
 
 def _check_model(config: TrialConfig) -> None:
-    """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on any of them."""
+    """Train a copy of the model on a few nodes. Raise ConfigError on all ranks if a rank fails."""
     g = config.g
     ntype = config.ntype
     topology = g.session.topology

@@ -55,7 +55,7 @@ def list_choosable() -> Mapping[str, frozenset[str]]:
 
 
 def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
-    """Return bytes and memory of an epoch of ``candidate``, or the reason why it is not feasible."""
+    """Return bytes and memory of an epoch of ``candidate``, or the reason why no epoch can run."""
     cluster = counts.cluster
     why_not = _find_refusal(candidate, counts)
     cost = Cost()
@@ -85,7 +85,7 @@ def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
 
 
 def _find_shortage(cost: Cost, device_bytes: int, counts: EpochCounts) -> str:
-    """Return which memory of a rank is too small, or "". ``device_bytes`` is the part of it on a GPU."""
+    """Return which memory of a rank is too small, or "". ``cost`` needs ``device_bytes`` of it on a GPU."""
     cluster = counts.cluster
     # The ranks of a server map the shared bytes together, so each rank pays for its share of them.
     host_bytes = cost.memory - device_bytes - cost.shared + cost.shared // cluster.ranks_per_server

@@ -73,7 +73,7 @@ class CountConfig:
     in_job: bool = False
     """Whether the ranks of the session count together. Otherwise this process counts for all ranks."""
     program_bytes: int = PROGRAM_BYTES
-    """Memory of a rank before it opens a graph. It is larger if this process is a rank and uses more."""
+    """Memory of a rank before it opens a graph. If this process is a rank, its memory may be larger."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
     ntype: str | None = None
@@ -83,7 +83,7 @@ class CountConfig:
 def count(
     g: DistGraph, shape: ModelShape, config: CountConfig, notify: Callable[[str], None] | None = None
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
-    """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
+    """Count an epoch and return the counts and the candidates. The ranks of a job must all call this.
 
     Nothing is counted for a model without known widths. Outside of a job the session of ``g`` has one rank,
     and ``g`` has the structure of the whole graph. ``notify`` is called with the name of each step.
@@ -190,7 +190,7 @@ def _plan_run(g: DistGraph, shape: ModelShape, config: CountConfig) -> PlannedRu
     if shape.feature_widths is not None:
         trained_types = frozenset(g.ntypes) - shape.feature_widths.keys()
 
-    # In a job it would take too long to read all edges.
+    # A job does not read all edges, because that takes too long.
     if config.in_job:
         graph = estimate_graph_stats(manifest, cluster.servers, len(seeds))
     else:
@@ -413,7 +413,7 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
         # All ranks of the ring within a server send at this rate.
         internal = rank_rate * len(server_ranks)
 
-    # A link that does not exist gets the rate of the other, and nothing is sent over it.
+    # If a kind of link does not exist, nothing is sent over it, and it gets the rate of the other kind.
     rate = external or internal
     assert rate is not None
     return Links(external_bytes_per_s=rate, internal_bytes_per_s=internal or rate)

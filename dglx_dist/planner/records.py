@@ -101,7 +101,7 @@ class GraphStats:
     features: int
     """Number of feature columns F."""
     feature_bytes: int
-    """Bytes of one node's features as they are stored. With several types: of one node of each."""
+    """Bytes of the features of a node as stored. With several types: the sum over one node of each type."""
     all_feature_bytes: int
     """Bytes of the features of all nodes."""
     classes: int
@@ -136,7 +136,7 @@ class ModelShape:
     inspected: Mapping[str, Any] = field(default_factory=dict)
     """Strategy to the result of ``CostModel.inspect``."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Strategy to the reason why it cannot train the model."""
+    """Name of a strategy to the reason why the strategy cannot train the model."""
     first_learns: bool = False
     """Whether the input of layer 1 has a gradient, as after an encoder."""
     itemsize: int = 4
@@ -235,7 +235,7 @@ class Prediction:
     inside: Mapping[str, int] = field(default_factory=dict)
     """Payload within servers in one epoch."""
     bytes_exact: bool = False
-    """Whether bytes are counted exactly, for ``Choice.epoch``. False: they are estimated."""
+    """Whether the bytes are exactly those of ``Choice.epoch``. False: the bytes are estimates."""
     once_bytes: int = 0
     """Bytes between servers before the first epoch: preloaded features and structure, columns, caches."""
     memory_bytes: int = 0
@@ -243,11 +243,11 @@ class Prediction:
     device_memory_bytes: int = 0
     """Part of that memory on the GPU. 0 if ranks compute on CPUs."""
     why_not: str = ""
-    """Reason why the candidate is not feasible. Empty: it is."""
+    """Reason why the candidate is not feasible. Empty if the candidate is feasible."""
     not_tried: str = ""
-    """Reason why a running job did not try the candidate. Empty: it was tried, or there were no trials."""
+    """Reason why a running job did not try the candidate. Empty if it did, or if there were no trials."""
     barred: str = ""
-    """Option or sampler that would allow the candidate. Empty: it is allowed."""
+    """Option or sampler that would allow the candidate. Empty if the candidate is allowed."""
     note: str = ""
 
     @property

@@ -302,7 +302,7 @@ class _Race:
         return refusal
 
     def _time_turn(self, contestant: _Contestant, num_steps: int) -> None:
-        """Time a turn of about ``num_steps``. Drop the candidate if a rank refuses it."""
+        """Time a turn of about ``num_steps``. Drop the candidate if the strategy refuses on a rank."""
         index = contestant.index
         seconds, num_timed, refusal = self._run_turn(index, lambda: contestant.run.take_turn(num_steps))
         if refusal:
@@ -324,7 +324,7 @@ class _Race:
         try:
             seconds, num_steps = take_turn()
         except ConfigError as error:
-            # Strategies raise it on all ranks alike.
+            # A strategy raises this error on all ranks.
             refusal = first_sentence(error)
         except (MemoryError, RuntimeError) as error:
             # Other ranks may be in an exchange with this one, so the job must end.
@@ -506,7 +506,7 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
 
 @contextmanager
 def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
-    """Restore random state, ledger, counters and files after the block. Every rank must enter it.
+    """Restore random state, ledger, counters and files after the block. Every rank must enter the block.
 
     Training draws the same random numbers as without trials. Files that strategies store beside the dataset
     go to a separate folder, which is removed.

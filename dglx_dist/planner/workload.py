@@ -72,7 +72,7 @@ class RankCount:
 
     seeds: int
     steps: int
-    """Number of batches of the rank's loader, counted or not. In a job it is equal on all ranks."""
+    """Number of batches of the rank's loader, counted or not. All ranks of a job have the same number."""
     counted_steps: int
     remote_rows: dict[str, int]
     """Number of input rows that other servers own, by node type."""
@@ -89,7 +89,7 @@ class RankCount:
     requested: int
     """Number of nodes of other servers for which in-edges were drawn."""
     returned: int
-    """Number of in-edges drawn for them."""
+    """Number of in-edges drawn for these nodes."""
     largest: list[list[int]]
     """(3, L) sources, targets and edges of the batch with the most input rows."""
     first_sources: dict[str, int] = field(default_factory=dict)

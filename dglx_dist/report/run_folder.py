@@ -180,7 +180,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
 
 
 def _read_epoch(line: bytes, where: str) -> EpochRecord:
-    """Return the record of a ``line``. Raise ConfigError, which begins with ``where``, if it is damaged."""
+    """Return the record of ``line``. If the line is damaged, raise ConfigError that begins with ``where``."""
     values = Fields.parse(line, where)
     readers: dict[str, Any] = {}
     for name, value in values.mapping.items():
@@ -214,7 +214,7 @@ def _to_json_value(value: object) -> object:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write JSON atomically, with NaN as null. OSError if it cannot be written."""
+    """Write ``value`` as JSON to ``path`` atomically, with NaN as null. Raise OSError on failure."""
     _write_atomically(path, json.dumps(_to_json_value(value), indent=2) + "\n")
 
 

@@ -38,7 +38,7 @@ _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Work of an epoch other than mini-batches. It is counted once for all candidates that need it.
+    """Work of an epoch other than mini-batches. All candidates that need a work share its counts.
 
     Subclasses are frozen dataclasses of JSON values.
     """
@@ -213,7 +213,7 @@ class EpochCounts:
     """Memory of a rank without a graph and a model."""
     context: CandidateContext
     batches: BatchWork | None
-    """Counted mini-batches. None: they were not requested."""
+    """Counted mini-batches. None if no mini-batches were requested."""
     works: Mapping[Work, Any]
     structure_partitioned: bool
     """Whether servers ask each other for in-edges."""
@@ -321,7 +321,7 @@ class Traffic:
     once: int = 0
     """Bytes between servers before the first epoch."""
     exact: bool = True
-    """Whether the bytes equal the ledger's. Otherwise they are estimates."""
+    """Whether the ledger of a run shows the same bytes. False: the bytes are estimates."""
 
     def seconds(self, cluster: Cluster) -> float:
         """Return the seconds of an epoch on the slower links, which are between or within servers.
@@ -347,7 +347,7 @@ class Cost:
     note: str = ""
     """Remark for tables."""
     why_not: str = ""
-    """Reason why the candidate is not feasible. Empty: it is."""
+    """Reason why the candidate is not feasible. Empty if the candidate is feasible."""
 
 
 class CostModel(ABC):

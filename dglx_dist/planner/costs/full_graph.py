@@ -104,9 +104,9 @@ class FullWork:
     """Trainable input rows. Layer 1 reads them by id, so :attr:`outside` and :attr:`inside` lack them."""
     steps: int = 1
     cover: FullWork | None = None
-    """The same work if layers above the first exchange the rows of covers. None: they were not counted."""
+    """The same work if layers above the first exchange rows of covers. None if covers were not counted."""
     plan: RankPlan | TypedPlan | None = None
-    """Plan of the largest step of any rank. None: another process has it."""
+    """Plan of the largest step of any rank. None if another process may have built the plan."""
 
 
 @final
@@ -390,7 +390,7 @@ class FullGraphCosts(CostModel):
         if options.aggregate == "cover":
             return _build_cover_cost(counts, work)
 
-        # If there are several batches, none of them keeps the features of its halo, and one is loaded ahead.
+        # With several batches, no batch keeps the features of its halo, and the next batch is loaded ahead.
         use_pp = work.steps == 1
         num_ahead = 0 if work.steps == 1 else 1
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
