@@ -75,7 +75,7 @@ def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells]
         summaries[name] = run.summary or summarise({}, run.epochs)
         if not run.summary:
             unfinished += f"<p>{escape(name)} did not finish, or still runs.</p>"
-    # The choice of a run has its own section.
+    # The choice of ``auto`` has a section of its own, so the table of runs leaves it out.
     rows: dict[str, Cells] = {}
     for name, summary in summaries.items():
         rows[name] = flat_cells({**summary, "auto": {}})
@@ -237,6 +237,7 @@ def _draw_traffic(figures: _Figures, name: str, summary: Values) -> str:
     for rows in phases.values():
         for source, destination, _ in rows:
             ends |= {source, destination}
+    # Runs of one rank send nothing.
     if not ends:
         return ""
 
@@ -290,6 +291,7 @@ def _describe_plan(figures: _Figures, name: str, plan: Values) -> str:
     bar = _bar("epoch", seconds[:_MAX_BARS], [], COLORS[0])
     bar |= {"orientation": "h", "y": labels[:_MAX_BARS]}
     layout = _axes("s")
+    # Plotly draws the first bar at the bottom otherwise.
     layout["yaxis"]["autorange"] = "reversed"
     figure = figures.place("seconds of an epoch of each candidate", [bar], layout)
     table = _build_table("candidate", rows)
@@ -306,6 +308,7 @@ def _list_options(runs: Mapping[str, Run]) -> str:
     marked = []
     for option, cells in rows.items():
         texts = {text for _, text in cells.values()}
+        # Options in which the runs differ are easy to overlook in a long table.
         if len(texts) > 1:
             marked.append(option)
     return _build_table("option", rows, marked=marked)

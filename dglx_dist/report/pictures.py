@@ -171,6 +171,7 @@ def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     right.set(ylabel=metric)
     if trained or all(0 <= score <= 1 for _, score in measured):
         right.set(ylim=(0, 1))
+    # Both axes share one legend.
     handles = [*axes.get_lines(), *right.get_lines()]
     axes.legend(handles=handles, loc="center right", fontsize=8)
 
@@ -359,6 +360,7 @@ def _draw_span(
     left, right = _clip(span, window)
     axes.barh(height, right - left, left=left, edgecolor="white", linewidth=0.4, **style)
 
+    # A label must fit in the part of the bar that later bars do not cover.
     left, right = _clip(visible_part, window)
     label_width = _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0])
     if not is_wait(span) and right - left > label_width:

@@ -251,6 +251,7 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
     for name, cells in costs.items():
         if not _ZEROS.issuperset(cells):
             columns[name] = cells
+    # The last columns are the least important ones.
     dropped_names: list[str] = []
     while len(columns) > len(scores) and _measure_width(columns) > width:
         name, _ = columns.popitem()
@@ -444,6 +445,7 @@ def build_expansion_table(
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     num_servers = len(factors[0])
+    # A table of many servers would not fit the terminal, so it has the extremes and the mean.
     has_all_servers = num_servers <= _MAX_COLUMNS
     names = ["least", "mean", "most"]
     if has_all_servers:
