@@ -441,8 +441,8 @@ def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seco
         round_s = max(map(float, swap_seconds))
         elapsed_s += round_s
 
-        can_not_grow = elapsed_s >= seconds / 2 or num_bytes >= _MOST_BYTES
-        if rounds_s or round_s >= _LONG_ENOUGH_S or can_not_grow:
+        cannot_grow = elapsed_s >= seconds / 2 or num_bytes >= _MOST_BYTES
+        if rounds_s or round_s >= _LONG_ENOUGH_S or cannot_grow:
             rounds_s.append(round_s)
             continue
         # The next round should last long enough, but grow at most eightfold, because bursts look too fast.
