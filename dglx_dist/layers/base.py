@@ -39,7 +39,7 @@ class StageInput:
     """Keys of the dropout before *sync*, so that the parts drop the same as one process. A single part has
     None and draws as torch does."""
     targets: StageInput | None = None
-    """Destinations, if they are of another node type than the sources. None means the first sources."""
+    """Input of the destinations, if their node type differs from that of the sources. None: first sources."""
     by_type: Mapping[str, StageInput] = field(default_factory=dict)
     """Inputs by node type, if the layer reads several types. Then :attr:`x` has no meaning."""
     is_own: bool = True
@@ -95,7 +95,7 @@ class SplittableConv(nn.Module, ABC):
     required_edges: tuple[str, ...] = ()
     """Names of the per-edge arguments that every call has, so that their bytes always count."""
     edges_by_column: tuple[str, ...] = ()
-    """Names of (E1, F) per-edge values as wide as the uncut input. A part gets its own columns of them."""
+    """Names of (E1, F) per-edge values as wide as the uncut input. Each part gets its columns of them."""
     sums_sources: bool = False
     """Whether :meth:`forward` of the unsplit layer reads sources only by sums over in-edges."""
     heads: int = 0
@@ -142,9 +142,12 @@ class SplittableConv(nn.Module, ABC):
         """Return the columns of the uncut layer. Its first weight in :attr:`cut` projects the sources."""
         columns = self.width
         outputs = self.get_parameter(next(iter(self.cut))).numel() // columns
-        # Logits need projected rows. The logits, the softmax and the weighted sum each process every edge.
-        early = self.heads > 0 or columns > outputs
-        summed = (outputs if early else columns) + 6 * self.heads
+        # Rows are projected before the sum if that makes them narrower, or if logits need projected rows.
+        summed = min(columns, outputs)
+        if self.heads > 0:
+            summed = outputs
+        # The logits, the softmax and the weighted sum each process every edge.
+        summed += 6 * self.heads
         return LayerWidths(inputs=columns, outputs=outputs, summed=summed)
 
     @property
@@ -255,8 +258,10 @@ class SplittableConv(nn.Module, ABC):
 
         Raises as :meth:`drop_inputs`.
         """
-        keys = inputs.targets or inputs
-        return self._drop(keys, attention, probability, partial(drop_attention, inputs.block))
+        target_inputs = inputs
+        if inputs.targets is not None:
+            target_inputs = inputs.targets
+        return self._drop(target_inputs, attention, probability, partial(drop_attention, inputs.block))
 
     def check_in_edges(self, block: DGLBlock) -> None:
         """Raise DGLError, as DGL's convolutions do, if a destination has no in-edges but needs some."""
@@ -268,6 +273,7 @@ class SplittableConv(nn.Module, ABC):
             )
 
     def _drop(self, inputs: StageInput, values: Tensor, p: float, drop: Callable[..., Tensor]) -> Tensor:
+        """Return ``values`` with entries dropped by ``drop``, which needs the keys of ``inputs``."""
         if p == 0 or not self.training:
             return values
         if inputs.draws is not None:
@@ -290,13 +296,15 @@ class SplittableConv(nn.Module, ABC):
     def _name_edges(
         self, positional: Sequence[Tensor | None], named: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        unknown = sorted(named.keys() - set(self.edge_arguments))
-        if unknown or len(positional) > len(self.edge_arguments):
+        """Return the per-edge arguments of a call by name, without those that are None."""
+        unknown_names = sorted(named.keys() - set(self.edge_arguments))
+        if unknown_names or len(positional) > len(self.edge_arguments):
+            expected = ", ".join(self.edge_arguments) or "nothing"
+            actual = ", ".join(unknown_names) or f"{len(positional)} arguments"
             raise ConfigError(
-                f"{type(self).__name__} takes {', '.join(self.edge_arguments) or 'nothing'} beside the block "
-                f"and its inputs, not {', '.join(unknown) or f'{len(positional)} arguments'}"
+                f"{type(self).__name__} takes {expected} beside the block and its inputs, not {actual}"
             )
-        edges = dict(zip(self.edge_arguments, positional, strict=False)) | dict(named)
+        edges = {**dict(zip(self.edge_arguments, positional, strict=False)), **named}
         return {name: values for name, values in edges.items() if values is not None}
 
 
@@ -324,16 +332,21 @@ def is_same_view(tensor: Tensor, rows: Tensor) -> bool:
 
 
 def check_targets(sources: Tensor, targets: Tensor | None, num_targets: int, ntype: str = "") -> None:
-    """Raise ConfigError unless ``targets`` are the first ``num_targets`` rows of ``sources``."""
+    """Check that ``targets`` are the first ``num_targets`` rows of ``sources``. Raise ConfigError if not."""
     rows = sources[:num_targets]
-    # Views are recognised without reading them, so the host does not wait for the device.
-    if targets is None or not (is_same_view(rows, targets) or torch.equal(rows, targets)):
-        raise ConfigError(
-            f"the destinations{f' of {ntype!r}' if ntype else ''} were given "
-            f"{'no rows' if targets is None else f'rows of shape {tuple(targets.shape)}'}, which are not the "
-            f"first {num_targets} of the source rows of shape {tuple(sources.shape)}. Pass only the rows of "
-            "the sources. A block's destinations are its first sources."
-        )
+    actual = "no rows"
+    if targets is not None:
+        # Views are recognised without reading them, so the host does not wait for the device.
+        if is_same_view(rows, targets) or torch.equal(rows, targets):
+            return
+        actual = f"rows of shape {tuple(targets.shape)}"
+
+    of_type = f" of {ntype!r}" if ntype else ""
+    raise ConfigError(
+        f"the destinations{of_type} were given {actual}, which are not the "
+        f"first {num_targets} of the source rows of shape {tuple(sources.shape)}. Pass only the rows of "
+        "the sources. A block's destinations are its first sources."
+    )
 
 
 def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:
@@ -356,11 +369,13 @@ def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *,
             if weight is not None:
                 block.edata["weight"] = weight
                 message = fn.u_mul_e("row", "weight", "message")
-            block.update_all(message, getattr(fn, how)("message", "out"))
+            reduction = getattr(fn, how)("message", "out")
+            block.update_all(message, reduction)
 
             # DGL writes no result for a block without edges.
             if "out" in block.dstdata:
                 return block.dstdata["out"]
+
     # These zeros must depend on ``rows``, so that backward reaches them. Other ranks may have used the rows,
     # and then backward is a collective that this rank must not miss.
     return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
@@ -373,9 +388,10 @@ mean_in_edges = partial(sum_in_edges, how="mean")
 def lacks_columns(rows: Tensor, weight: Tensor) -> bool:
     """Return whether this part has none of the (n, F) ``rows`` of an (F, H) ``weight``, but another has all.
 
-    A part without columns of rows that are cut has a weight without rows instead.
+    Rows that are not cut lie on the owner of a block. Other parts have rows without columns, but the uncut
+    weight. If rows are cut, a part without columns has a weight without rows instead.
     """
-    return rows.shape[1] == 0 < weight.shape[0]
+    return rows.shape[1] == 0 and weight.shape[0] > 0
 
 
 def projects_first(sources: int, targets: int, edges: int, columns: int, width: int) -> bool:
@@ -385,27 +401,34 @@ def projects_first(sources: int, targets: int, edges: int, columns: int, width: 
     multiplications. Projecting first multiplies every source row twice, and sums rows back over the edges in
     the backward pass. Summing first does neither, because the inputs need no gradient.
     """
-    first = 2 * sources * columns * width + 2 * 4 * edges * width
-    last = 4 * edges * columns + 2 * targets * columns * width
-    return first < last
+    cost_before_sum = 2 * sources * columns * width + 2 * 4 * edges * width
+    cost_after_sum = 4 * edges * columns + 2 * targets * columns * width
+    return cost_before_sum < cost_after_sum
 
 
 def project_rows(inputs: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
     """Return ``rows`` times the (F, H) ``weight`` if that is cheaper here than on the other side of the sum.
 
-    Call this with the source rows before the sum over in-edges, and with its result afterwards. Parts may
-    decide differently, because their sums are the same.
+    Call this with the source rows before the sum over in-edges, and with its result afterwards. Only one of
+    the calls multiplies. Parts may decide differently, because their sums are the same.
     """
     block = inputs.block
-    counts = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
-    return rows if projects_first(*counts, *weight.shape) is after_sum else rows @ weight
+    columns, width = weight.shape
+    is_cheaper_before = projects_first(
+        block.num_src_nodes(), block.num_dst_nodes(), block.num_edges(), columns, width
+    )
+    if is_cheaper_before == after_sum:
+        return rows
+    return rows @ weight
 
 
 def apply_to_edges(
     block: DGLBlock, message: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
 ) -> Tensor:
+    """Return the (E1, ...) results of DGL's ``message`` function on the rows of both ends of each edge."""
     with block.local_scope():
-        block.srcdata["end"], block.dstdata["end"] = sources, targets
+        block.srcdata["end"] = sources
+        block.dstdata["end"] = targets
         block.apply_edges(message("end", "end", "out"))
         out: Tensor = block.edata["out"]
         return out
@@ -415,9 +438,10 @@ def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[Colum
     """Replace the parameters ``cut`` (name to dimension) by leaves with the columns ``runs``."""
     for name, dimension in cut.items():
         uncut = module.get_parameter(name)
-        owner, _, last = name.rpartition(".")
-        piece = nn.Parameter(cut_out(uncut.detach(), runs, dimension), requires_grad=uncut.requires_grad)
-        module.get_submodule(owner).register_parameter(last, piece)
+        columns = cut_out(uncut.detach(), runs, dimension)
+        owner, _, attribute = name.rpartition(".")
+        parameter = nn.Parameter(columns, requires_grad=uncut.requires_grad)
+        module.get_submodule(owner).register_parameter(attribute, parameter)
 
 
 def cut_out(uncut: Tensor, runs: Sequence[ColumnRange], dimension: int) -> Tensor:
@@ -427,10 +451,14 @@ def cut_out(uncut: Tensor, runs: Sequence[ColumnRange], dimension: int) -> Tenso
 
 def join_parts(pieces: Sequence[Tensor], runs: Sequence[Sequence[ColumnRange]], dimension: int) -> Tensor:
     """Undo :func:`cut_out`. Piece p has the columns ``runs[p]``."""
-    pieces_by_start = [
-        (run.first, piece)
-        for part, cuts in zip(pieces, runs, strict=True)
-        for run, piece in zip(cuts, torch.split(part, [len(cut) for cut in cuts], dim=dimension), strict=True)
-    ]
-    ordered = sorted(pieces_by_start, key=lambda pair: pair[0])
-    return torch.cat([piece for _, piece in ordered], dim=dimension)
+    columns_by_start: dict[int, list[Tensor]] = {}
+    for piece, piece_runs in zip(pieces, runs, strict=True):
+        lengths = [len(run) for run in piece_runs]
+        for run, columns in zip(piece_runs, torch.split(piece, lengths, dim=dimension), strict=True):
+            # An empty run begins at the same column as the run after it.
+            columns_by_start.setdefault(run.first, []).append(columns)
+
+    ordered: list[Tensor] = []
+    for start in sorted(columns_by_start):
+        ordered += columns_by_start[start]
+    return torch.cat(ordered, dim=dimension)

@@ -34,11 +34,15 @@ from dglx_dist.layers.base import (
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
-    return rows if bias is None else rows + bias
+    if bias is None:
+        return rows
+    return rows + bias
 
 
 def _apply(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
-    return rows if function is None else function(rows)
+    if function is None:
+        return rows
+    return function(rows)
 
 
 @final
@@ -61,46 +65,56 @@ class GatStages(SplittableConv):
                 "all columns. Set residual=False in the first layer, or use strategy='data_parallel'."
             )
 
-        self.heads, self._width = conv._num_heads, conv._out_feats
-        has_pair = "fc" not in conv._modules
-        self.ends = "together" if has_pair else "one type"
-        projections = ("fc_src.weight", "fc_dst.weight") if has_pair else ("fc.weight",)
-        residual = ("res_fc.weight",) if self.res_fc is not None else ()
-        self.cut = dict.fromkeys((*projections, *residual), 1)
-        self.target_cut = (*projections[1:], *residual)
+        self.heads = conv._num_heads
+        self._width = conv._out_feats
+        source_weights = ["fc.weight"]
+        target_weights = []
+        # A GATConv with two input widths projects sources and destinations with weights of their own.
+        if "fc" not in conv._modules:
+            self.ends = "together"
+            source_weights = ["fc_src.weight"]
+            target_weights = ["fc_dst.weight"]
+        if conv.res_fc is not None:
+            target_weights.append("res_fc.weight")
+        self.cut = dict.fromkeys(source_weights + target_weights, 1)
+        self.target_cut = tuple(target_weights)
 
     def transform(self, inputs: StageInput) -> tuple[Tensor, Tensor]:
         """Return the projected source rows (L0, K, H), and the destinations' inputs (D1, F_p)."""
-        x, targets = self.drop_ends(inputs, self.feat_drop.p)
-        weight = self.fc.weight if inputs.targets is None else self.fc_src.weight
-        return self._project(x, weight), targets
+        source_rows, target_rows = self.drop_ends(inputs, self.feat_drop.p)
+        layer = self.fc if inputs.targets is None else self.fc_src
+        return self._project(source_rows, layer.weight), target_rows
 
-    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.linear(x, weight).view(-1, self.heads, self._width)
+    def _project(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(rows, weight).view(-1, self.heads, self._width)
 
     def scatter(self, inputs: StageInput, transformed: tuple[Tensor, Tensor]) -> PartialSums:
         """Return this part's logits of the sources (L0, K, 1) and of the destinations (D1, K, 1)."""
-        rows, targets = transformed
+        projected_sources, target_rows = transformed
         if inputs.targets is None:
-            target_rows = rows[: inputs.block.num_dst_nodes()]
+            projected_targets = projected_sources[: inputs.block.num_dst_nodes()]
         else:
-            target_rows = self._project(targets, self.fc_dst.weight)
-        return (rows * self.attn_l).sum(-1, keepdim=True), (target_rows * self.attn_r).sum(-1, keepdim=True)
+            projected_targets = self._project(target_rows, self.fc_dst.weight)
+        source_logits = (projected_sources * self.attn_l).sum(-1, keepdim=True)
+        target_logits = (projected_targets * self.attn_r).sum(-1, keepdim=True)
+        return source_logits, target_logits
 
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
         """Return this part's share of the output before the bias, one (D1, K, H)."""
         block = inputs.block
-        weight = inputs.edges.get("edge_weight")
-        rows, targets = transformed
+        projected_sources, target_rows = transformed
         self.check_in_edges(block)
-        logits = apply_to_edges(block, fn.u_add_v, *scattered)
-        attention = self.drop_edges(inputs, edge_softmax(block, self.leaky_relu(logits)), self.attn_drop.p)
-        attention = attention if weight is None else attention * weight.view(-1, 1, 1)
-        out = sum_in_edges(block, rows, attention)
+        logits = self.leaky_relu(apply_to_edges(block, fn.u_add_v, *scattered))
+        attention = self.drop_edges(inputs, edge_softmax(block, logits), self.attn_drop.p)
+        edge_weight = inputs.edges.get("edge_weight")
+        if edge_weight is not None:
+            attention = attention * edge_weight.view(-1, 1, 1)
+
+        out = sum_in_edges(block, projected_sources, attention)
         if self.res_fc is not None:
-            out = out + functional.linear(targets, self.res_fc.weight).view_as(out)
+            out = out + functional.linear(target_rows, self.res_fc.weight).view_as(out)
         return (out,)
 
     @property
@@ -108,8 +122,11 @@ class GatStages(SplittableConv):
         return self.activation is None
 
     def shift(self, rows: Tensor) -> Tensor:
+        # If the residual is a Linear, DGL keeps the bias of the layer in it.
         bias = self.bias if self.res_fc is None else self.res_fc.bias
-        return rows if bias is None else rows + bias.view(1, self.heads, self._width)
+        if bias is None:
+            return rows
+        return rows + bias.view(1, self.heads, self._width)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return _apply(self.activation, self.shift(*gathered))
@@ -127,24 +144,27 @@ class GinStages(SplittableConv):
                 "strategy='data_parallel'."
             )
 
-        first, name = self.apply_func, "apply_func.weight"
-        if isinstance(first, nn.Sequential) and len(first):
-            first, name = first[0], "apply_func.0.weight"
-        if type(first) is not nn.Linear:
+        linear = self.apply_func
+        name = "apply_func.weight"
+        if isinstance(linear, nn.Sequential) and len(linear):
+            linear = linear[0]
+            name = "apply_func.0.weight"
+        if type(linear) is not nn.Linear:
             raise ConfigError(
-                f"GINConv's apply_func begins with {type(first).__name__}, which is not known to be linear. "
+                f"GINConv's apply_func begins with {type(linear).__name__}, which is not known to be linear. "
                 "Use a torch.nn.Linear, or a torch.nn.Sequential that begins with one, or "
                 "strategy='data_parallel'."
             )
 
         self.cut = {name: 1}
         # The tuple avoids a second registration. state_dict has the module under apply_func.
-        self._first = (first,)
+        self._first = (linear,)
         self._mean = conv._aggregator_type == "mean"
 
     @property
     def sum_width(self) -> int:
-        return int(1 + self.eps.requires_grad) * self._first[0].out_features
+        num_sums = 2 if self.eps.requires_grad else 1
+        return num_sums * int(self._first[0].out_features)
 
     def widths(self) -> LayerWidths:
         """Return the columns of ``GINConv``, which sums inputs before all products."""
@@ -165,8 +185,9 @@ class GinStages(SplittableConv):
         return (neighbor_sums + (1 + self.eps) * target_rows,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        neighbor_sums, *target_rows = gathered
-        out = neighbor_sums + (1 + self.eps) * target_rows[0] if target_rows else neighbor_sums
+        out, *target_rows = gathered
+        if target_rows:
+            out = out + (1 + self.eps) * target_rows[0]
         out = _add_bias(out, self._first[0].bias)
         if isinstance(self.apply_func, nn.Sequential):
             out = self.apply_func[1:](out)
@@ -242,7 +263,8 @@ class RelationalStages(SplittableConv):
 
     @property
     def sum_width(self) -> int:
-        return (1 + (self.self_loop and self.layer_norm)) * int(self.linear_r.W.shape[2])
+        num_sums = 2 if self.self_loop and self.layer_norm else 1
+        return num_sums * int(self.linear_r.W.shape[2])
 
     def widths(self) -> LayerWidths:
         columns, width = self.linear_r.W.shape[1:]
@@ -254,31 +276,40 @@ class RelationalStages(SplittableConv):
         if not self.self_loop:
             return (neighbor_sums,)
         target_rows = transformed[: inputs.block.num_dst_nodes()] @ self.loop_weight
-        return (neighbor_sums, target_rows) if self.layer_norm else (neighbor_sums + target_rows,)
+        if self.layer_norm:
+            return neighbor_sums, target_rows
+        return (neighbor_sums + target_rows,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         out, *target_rows = gathered
-        out = self.layer_norm_weight(out) if self.layer_norm else out
-        out = out + self.h_bias if self.bias else out
-        out = out + target_rows[0] if target_rows else out
+        if self.layer_norm:
+            out = self.layer_norm_weight(out)
+        if self.bias:
+            out = out + self.h_bias
+        if target_rows:
+            out = out + target_rows[0]
         return self.dropout(_apply(self.activation, out))
 
     def _sum_messages(self, inputs: StageInput, rows: Tensor) -> Tensor:
+        """Return the (D1, H) sums over in-edges of ``rows`` times the weights of the edges' relations."""
         linear = self.linear_r
         weight = linear.W
         if linear.regularizer == "basis":
             # linear.get_weight() would use the uncut width.
             weight = torch.einsum("rb,bio->rio", linear.coeff, linear.W)
-        sources, targets = inputs.block.edges()
-        out = rows.new_zeros((inputs.block.num_dst_nodes(), weight.shape[-1]))
         if "etypes" not in inputs.edges:
             raise ConfigError("RelGraphConv needs the relation of each edge. Pass etypes, (E,) integers.")
+
+        sources, targets = inputs.block.edges()
+        out = rows.new_zeros((inputs.block.num_dst_nodes(), weight.shape[-1]))
         if not rows.numel() or not len(sources):
             # These zeros must depend on the weights and rows, so that both get a gradient.
             return out + 0 * weight.sum() + 0 * rows.sum()
+
         messages = gather_mm(rows[sources.long()], weight, idx_b=inputs.edges["etypes"])
         norm = inputs.edges.get("norm")
-        messages = messages if norm is None else messages * norm.view(-1, 1)
+        if norm is not None:
+            messages = messages * norm.view(-1, 1)
         return out.index_add(0, targets.long(), messages)
 
 
@@ -303,38 +334,48 @@ class SageStages(SplittableConv):
 
     def transform(self, inputs: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
-        x, targets = self.drop_ends(inputs, self.feat_drop.p)
+        source_rows, target_rows = self.drop_ends(inputs, self.feat_drop.p)
         matrix = self.fc_neigh.weight.T
-        return x if lacks_columns(x, matrix) else project_rows(inputs, x, matrix, after_sum=False), targets
+        if not lacks_columns(source_rows, matrix):
+            source_rows = project_rows(inputs, source_rows, matrix, after_sum=False)
+        return source_rows, target_rows
 
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        block = inputs.block
-        weight = inputs.edges.get("edge_weight")
-        rows, target_rows = transformed
-        matrix = self.fc_neigh.weight.T
+        source_rows, target_rows = transformed
         if self._aggregator == "mean":
-            if lacks_columns(rows, matrix):
-                return (functional.linear(target_rows, self.fc_self.weight),)
-            neighbor_sums = project_rows(inputs, mean_in_edges(block, rows, weight), matrix, after_sum=True)
-            if lacks_columns(target_rows, self.fc_self.weight.T):
-                return (neighbor_sums,)
-            return (neighbor_sums + functional.linear(target_rows, self.fc_self.weight),)
+            return (self._sum_ends(inputs, source_rows, target_rows),)
 
-        total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
+        # The aggregator gcn counts a node as one of its own neighbours.
+        block = inputs.block
+        edge_weight = inputs.edges.get("edge_weight")
+        total = sum_in_edges(block, source_rows, edge_weight) + source_rows[: block.num_dst_nodes()]
         total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
-        return (project_rows(inputs, total, matrix, after_sum=True),)
+        return (project_rows(inputs, total, self.fc_neigh.weight.T, after_sum=True),)
+
+    def _sum_ends(self, inputs: StageInput, source_rows: Tensor, target_rows: Tensor) -> Tensor:
+        """Return the (D1, H) terms of the neighbours' mean and of the destinations, if this part has both."""
+        matrix = self.fc_neigh.weight.T
+        if lacks_columns(source_rows, matrix):
+            return functional.linear(target_rows, self.fc_self.weight)
+        means = mean_in_edges(inputs.block, source_rows, inputs.edges.get("edge_weight"))
+        neighbor_term = project_rows(inputs, means, matrix, after_sum=True)
+        if lacks_columns(target_rows, self.fc_self.weight.T):
+            return neighbor_term
+        return neighbor_term + functional.linear(target_rows, self.fc_self.weight)
 
     @property
     def is_affine(self) -> bool:
         return self.activation is None and self.norm is None
 
     def shift(self, rows: Tensor) -> Tensor:
-        return _add_bias(rows, self.fc_self.bias if self._aggregator == "mean" else self.bias)
+        bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
+        return _add_bias(rows, bias)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        return _apply(self.norm, _apply(self.activation, self.shift(*gathered)))
+        rows = _apply(self.activation, self.shift(*gathered))
+        return _apply(self.norm, rows)
 
 
 @final
@@ -376,15 +417,15 @@ class SgcStages(SplittableConv):
         return project_rows(inputs, rows, self.fc.weight.T, after_sum=False)
 
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        self.check_in_edges(inputs.block)
-        weight = inputs.edges.get("edge_weight")
-        if weight is not None:
-            factors = dglnn.EdgeWeightNorm("both")(inputs.block, weight)
-            total = sum_in_edges(inputs.block, transformed, factors)
+        block = inputs.block
+        self.check_in_edges(block)
+        edge_weight = inputs.edges.get("edge_weight")
+        if edge_weight is not None:
+            factors = dglnn.EdgeWeightNorm("both")(block, edge_weight)
+            total = sum_in_edges(block, transformed, factors)
         else:
-            degrees = inputs.block.in_degrees().to(transformed).clamp(min=1)
-            total = sum_in_edges(inputs.block, transformed) * degrees.rsqrt().unsqueeze(-1)
-
+            degrees = block.in_degrees().to(transformed).clamp(min=1)
+            total = sum_in_edges(block, transformed) * degrees.rsqrt().unsqueeze(-1)
         return (project_rows(inputs, total, self.fc.weight.T, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
@@ -399,13 +440,14 @@ class Convolution:
     columns: Callable[[Any], SplittableConv] | None = None
     """Function that returns its stages by columns."""
     against: str = ""
-    """Reason why it cannot be split by columns."""
+    """Reason why the class cannot be split by columns."""
     on_blocks: bool = True
-    """Whether DGL supports it on blocks, and not only on complete graphs."""
+    """Whether DGL supports the class on blocks, and not only on complete graphs."""
     like: str = "gcn"
     """Ready-made model of ``training.models`` that has this convolution or a similar one."""
 
 
+# The second entries are for edges between two node types.
 _WIDTHS = ("one width", "separate widths for sources and destinations")
 _BETWEEN = ("within one node type", "between two node types")
 _SPREAD = "it takes the maximum, the minimum and the spread of messages of complete rows"
@@ -471,20 +513,24 @@ def make_stages(module: nn.Module, *, bipartite: bool = False) -> SplittableConv
     between two). The message has the reason and a remedy.
     """
     convolution = CONVOLUTIONS.get(type(module), Convolution())
-    make = (lambda conv: conv) if isinstance(module, SplittableConv) else convolution.columns
-    if make is not None:
-        stages: SplittableConv = make(module)
-        if stages.ends == ("one type" if bipartite else "together"):
-            raise ConfigError(
-                f"{type(module).__name__} with {_WIDTHS[not bipartite]} cannot be split on edges "
-                f"{_BETWEEN[bipartite]}. Build it with {_WIDTHS[bipartite]} if it supports that, or use "
-                "strategy='data_parallel'."
-            )
-        return stages
+    if isinstance(module, SplittableConv):
+        stages = module
+    elif convolution.columns is not None:
+        stages = convolution.columns(module)
+    else:
+        reason = convolution.against or "its stages are not defined"
+        names = [conv_class.__name__ for conv_class, entry in CONVOLUTIONS.items() if entry.columns]
+        raise ConfigError(
+            f"{type(module).__name__} cannot be cut by input columns: {reason}. Use one of "
+            f"{', '.join(names)} or a subclass of dglx_dist.layers.base.SplittableConv, or "
+            "strategy='data_parallel', which trains any module."
+        )
 
-    names = [kind.__name__ for kind, conv in CONVOLUTIONS.items() if conv.columns]
-    raise ConfigError(
-        f"{type(module).__name__} cannot be cut by input columns: "
-        f"{convolution.against or 'its stages are not defined'}. Use one of {', '.join(names)} or a subclass "
-        "of dglx_dist.layers.base.SplittableConv, or strategy='data_parallel', which trains any module."
-    )
+    unsupported_ends = "one type" if bipartite else "together"
+    if stages.ends == unsupported_ends:
+        raise ConfigError(
+            f"{type(module).__name__} with {_WIDTHS[not bipartite]} cannot be split on edges "
+            f"{_BETWEEN[bipartite]}. Build it with {_WIDTHS[bipartite]} if it supports that, or use "
+            "strategy='data_parallel'."
+        )
+    return stages

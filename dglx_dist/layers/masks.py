@@ -35,42 +35,51 @@ def draw_kept_entries(
 ) -> Tensor:
     """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
 
-    It is on the device of ``nodes``, and has the same bits on every device.
+    The mask is on the device of ``nodes``, and has the same bits on every device.
     """
     key = stream_key(seed, number, stream)
     threshold = count_dropped(probability)
     if nodes.device.type == "cpu":
-        columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
-        return torch.from_numpy(_draw_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
-    numbers = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
+        host_columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
+        host_nodes = np.ascontiguousarray(nodes.numpy())
+        return torch.from_numpy(_draw_kept(key, host_nodes, host_columns, threshold))
 
+    columns = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
     # The nodes are split, because the words take 8 bytes for each entry.
-    pieces = torch.split(nodes, max(_WORDS_AT_ONCE // max(len(numbers), 1), 1))
-    return torch.cat([draw_on_device(key, piece, numbers, threshold) for piece in pieces])
+    nodes_at_once = max(_WORDS_AT_ONCE // max(len(columns), 1), 1)
+    node_groups = torch.split(nodes, nodes_at_once)
+    return torch.cat([draw_on_device(key, group, columns, threshold) for group in node_groups])
 
 
 _WORDS_AT_ONCE = 1 << 22
 
 
 def draw_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
-    return shift_right(words_on_device(stream, nodes, numbers), 32) >= int(threshold)
+    """Return the mask of kept draws: one row for each of ``nodes``, one column for each of ``numbers``.
+
+    ``numbers`` are columns of the entries, or other numbers of draws. A draw is kept if its 32 bits are at
+    least ``threshold``.
+    """
+    high_bits = shift_right(words_on_device(stream, nodes, numbers), 32)
+    return high_bits >= int(threshold)
 
 
 def count_dropped(probability: float) -> np.uint64:
-    # Returns the number of dropped values among the values of 32 random bits.
+    """Return the number of dropped values among the values of 32 random bits."""
     return np.uint64(round(probability * (1 << 32)))
 
 
 @njit(cache=True, nogil=True)
 def _draw_kept(stream: np.uint64, nodes: Array, columns: Array, threshold: np.uint64) -> Array:
-    out = np.empty((len(nodes), len(columns)), np.bool_)
+    is_kept = np.empty((len(nodes), len(columns)), np.bool_)
     for row in range(len(nodes)):
         key = item_key(stream, nodes[row])
         for i in range(len(columns)):
-            out[row, i] = draw_bits(key, columns[i]) >= threshold
-    return out
+            is_kept[row, i] = draw_bits(key, columns[i]) >= threshold
+    return is_kept
 
 
 @njit(cache=True, nogil=True)
 def draw_bits(key: np.uint64, number: int) -> np.uint64:
+    # The high 32 bits of a word.
     return full_word(key, number) >> np.uint64(32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import torch
 from dgl.heterograph import DGLBlock
@@ -19,8 +19,15 @@ from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, Stag
 from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.records import EdgeType
 
-RelationInput: TypeAlias = tuple[StageInput, Any, PartialSums]
-"""Input of a relation's stages, its transformed rows, and its shares of values that edges need in full."""
+
+class RelationInput(NamedTuple):
+    """Input of :meth:`SplittableConv.gather` for a relation."""
+
+    inputs: StageInput
+    transformed: Any
+    """Result of :meth:`SplittableConv.transform`."""
+    shares: PartialSums
+    """Shares of the values that edges need in full."""
 
 
 def make_typed_stages(
@@ -35,7 +42,9 @@ def make_typed_stages(
         raise ConfigError("the attention of HGTConv is a product of complete rows of both ends")
     if type(module) is dglnn.HeteroGraphConv:
         return HeteroStages(module, etypes, widths)
-    return module.make_first_stages(widths) if isinstance(module, SplitsTypes) else None
+    if isinstance(module, SplitsTypes):
+        return module.make_first_stages(widths)
+    return None
 
 
 @final
@@ -49,34 +58,39 @@ class SplitRelation:
     """Prefix of the names of its parameters."""
     stages: SplittableConv
     is_added: bool
-    """Whether its share is added to those of other relations before the sum over the parts."""
+    """Whether the share of the relation is added to other shares before the sum over the parts."""
 
     @property
     def read_types(self) -> tuple[str, ...]:
         """Node types of the rows that the stages read."""
-        return self.etype[:1] if self.stages.ends == "sources" else (self.etype[0], self.etype[2])
+        source, _, target = self.etype
+        if self.stages.ends == "sources":
+            return (source,)
+        return (source, target)
 
     def find_type(self, name: str) -> str:
         """Return the node type of the columns of a parameter in ``stages.cut``."""
-        is_of_targets = self.etype[0] != self.etype[2] and name in self.stages.target_cut
-        return self.etype[2] if is_of_targets else self.etype[0]
+        source, _, target = self.etype
+        if source != target and name in self.stages.target_cut:
+            return target
+        return source
 
     def read_input(self, inputs: StageInput) -> StageInput:
         """Return the input of the stages from the inputs by node type."""
         source, _, target = self.etype
         block = inputs.block[self.etype]
+        sources = self._read_end(inputs, source, block.num_src_nodes())
+        if source == target or target not in self.read_types:
+            return sources
+        return replace(sources, targets=self._read_end(inputs, target, block.num_dst_nodes()))
 
-        def read_end(ntype: str, num_rows: int) -> StageInput:
-            end = inputs.by_type[ntype]
-            draws = end.draws
-            if draws is not None:
-                draws = replace(draws, nodes=draws.nodes[:num_rows], relation=self.number)
-            return replace(end, block=block, x=end.x[:num_rows], draws=draws)
-
-        sources = read_end(source, block.num_src_nodes())
-        if target in self.read_types[1:] and source != target:
-            return replace(sources, targets=read_end(target, block.num_dst_nodes()))
-        return sources
+    def _read_end(self, inputs: StageInput, ntype: str, num_rows: int) -> StageInput:
+        """Return the input of the nodes of ``ntype``, which are the first ``num_rows`` of their type."""
+        end = inputs.by_type[ntype]
+        draws = end.draws
+        if draws is not None:
+            draws = replace(draws, nodes=draws.nodes[:num_rows], relation=self.number)
+        return replace(end, block=inputs.block[self.etype], x=end.x[:num_rows], draws=draws)
 
 
 @final
@@ -102,7 +116,10 @@ class HeteroStages(SplittableConv):
         self._relations = {relation.etype: relation for relation in relations}
         self._num_sums: dict[EdgeType, int] = {}
         """Number of sums of each relation that is sent apart."""
-        self._sum_types = tuple(dict.fromkeys(r.etype[2] for r in relations if r.is_added))
+        added_types = [relation.etype[2] for relation in relations if relation.is_added]
+        self._sum_types = tuple(dict.fromkeys(added_types))
+
+        # Parameters of types with features are cut. The others are used uncut on the owner of a block.
         self.cut = {}
         self.cut_types = {}
         shared = []
@@ -112,13 +129,14 @@ class HeteroStages(SplittableConv):
             for name, dimension in relation.stages.cut.items():
                 ntype = relation.find_type(name)
                 full_name = relation.prefix + name
-                if ntype in widths:
-                    check_width(full_name, self.get_parameter(full_name).shape[dimension], ntype, widths)
-                    self.cut[full_name] = dimension
-                    self.cut_types[full_name] = ntype
-                else:
+                if ntype not in widths:
                     shared.append(full_name)
                     own_types.append(ntype)
+                    continue
+                num_columns = self.get_parameter(full_name).shape[dimension]
+                check_width(full_name, num_columns, ntype, widths)
+                self.cut[full_name] = dimension
+                self.cut_types[full_name] = ntype
 
         self.shared = tuple(shared)
         self.own_types = tuple(dict.fromkeys(own_types))
@@ -127,37 +145,43 @@ class HeteroStages(SplittableConv):
     def _find_relations(
         self, etypes: Sequence[EdgeType], widths: Mapping[str, int]
     ) -> Iterator[SplitRelation]:
-        names = {module: f"mods.{name}." for name, module in self.mods.items()}
+        """Yield the relations that read rows which are cut. Raise ConfigError if one cannot be split."""
+        prefixes = {module: f"mods.{name}." for name, module in self.mods.items()}
         # DGL, too, looks for the edge type before its name.
         modules = [self.mod_dict.get(etype) or self.mod_dict.get(etype[1]) for etype in etypes]
         for number, (etype, module) in enumerate(zip(etypes, modules, strict=True)):
-            if module is None or widths.keys().isdisjoint((etype[0], etype[2])):
+            source, _, target = etype
+            if module is None or (source not in widths and target not in widths):
                 continue
-            stages = make_stages(module, bipartite=etype[0] != etype[2])
+            stages = make_stages(module, bipartite=source != target)
             relation = SplitRelation(
                 etype=etype,
                 number=number,
-                prefix=names[module],
+                prefix=prefixes[module],
                 stages=stages,
                 is_added=bool(self._aggregate) and stages.is_affine,
             )
             is_cut = [ntype in widths for ntype in relation.read_types]
-            if any(is_cut):
-                _check_relation(relation, type(module).__name__, all_cut=all(is_cut))
-                if modules.count(module) > 1:
-                    raise ConfigError(
-                        f"HeteroGraphConv has one module for {etype} and another edge type, but push_pull "
-                        "cuts a module by the columns of one. Use a module for each edge type, or "
-                        "strategy='data_parallel'."
-                    )
-                yield relation
+            if not any(is_cut):
+                continue
+
+            _check_relation(relation, type(module).__name__, all_cut=all(is_cut))
+            if modules.count(module) > 1:
+                raise ConfigError(
+                    f"HeteroGraphConv has one module for {etype} and another edge type, but push_pull "
+                    "cuts a module by the columns of one. Use a module for each edge type, or "
+                    "strategy='data_parallel'."
+                )
+            yield relation
 
     @property
     def sum_widths(self) -> dict[str, int]:
-        """Columns of the sums over the parts by destination type. Relations that are added have them once."""
-        relations = self._relations.values()
-        widths = {r.etype[2]: r.stages.sum_width for r in relations if r.is_added}
-        for relation in relations:
+        """Columns of the sums over the parts by destination type. Added relations share one sum."""
+        widths: dict[str, int] = {}
+        for relation in self._relations.values():
+            if relation.is_added:
+                widths[relation.etype[2]] = relation.stages.sum_width
+        for relation in self._relations.values():
             if not relation.is_added:
                 target = relation.etype[2]
                 widths[target] = widths.get(target, 0) + relation.stages.sum_width
@@ -165,10 +189,17 @@ class HeteroStages(SplittableConv):
 
     @property
     def logit_widths(self) -> dict[EdgeType, int]:
-        return {etype: r.stages.heads for etype, r in self._relations.items() if r.stages.heads}
+        widths = {}
+        for etype, relation in self._relations.items():
+            if relation.stages.heads:
+                widths[etype] = relation.stages.heads
+        return widths
 
     def split_modules(self) -> set[nn.Module]:
-        return {module for relation in self._relations.values() for module in relation.stages.modules()}
+        modules: set[nn.Module] = set()
+        for relation in self._relations.values():
+            modules.update(relation.stages.modules())
+        return modules
 
     def make_input(
         self, block: DGLBlock, by_type: Mapping[str, StageInput], edges: Mapping[str, Tensor]
@@ -182,12 +213,15 @@ class HeteroStages(SplittableConv):
         stages = relation.stages
         # The strategy sets the mode of this layer alone.
         stages.training = self.training
-        relation_input = relation.read_input(inputs)
-        rows = stages.transform(relation_input)
-        return relation_input, rows, stages.scatter(relation_input, rows)
+        relation_inputs = relation.read_input(inputs)
+        transformed = stages.transform(relation_inputs)
+        return RelationInput(relation_inputs, transformed, stages.scatter(relation_inputs, transformed))
 
     def scatter(self, inputs: StageInput, transformed: list[RelationInput]) -> PartialSums:
-        return tuple(share for _, _, shares in transformed for share in shares)
+        shares: list[Tensor] = []
+        for relation_input in transformed:
+            shares += relation_input.shares
+        return tuple(shares)
 
     def gather(
         self, inputs: StageInput, transformed: list[RelationInput], scattered: PartialSums
@@ -195,19 +229,20 @@ class HeteroStages(SplittableConv):
         """Return a (D1, ...) share for each destination type, then those of relations that are sent apart."""
         sums: dict[str, Tensor] = {}
         sums_apart: list[Tensor] = []
-        values = iter(scattered)
-        for relation, (relation_input, rows, shares) in zip(
-            self._relations.values(), transformed, strict=True
-        ):
-            stages, target = relation.stages, relation.etype[2]
-            gathered = stages.gather(relation_input, rows, tuple(islice(values, len(shares))))
-            if relation.is_added:
-                share = stages.scale(relation_input.block, *gathered)
-                sums[target] = sums[target] + share if target in sums else share
-            else:
+        edge_values = iter(scattered)
+        for relation, relation_input in zip(self._relations.values(), transformed, strict=True):
+            stages = relation.stages
+            # The sums over the parts have the order of the shares.
+            values = tuple(islice(edge_values, len(relation_input.shares)))
+            gathered = stages.gather(relation_input.inputs, relation_input.transformed, values)
+            if not relation.is_added:
                 self._num_sums[relation.etype] = len(gathered)
                 sums_apart += gathered
+                continue
 
+            target = relation.etype[2]
+            share = stages.scale(relation_input.inputs.block, *gathered)
+            sums[target] = sums[target] + share if target in sums else share
         return (*sums.values(), *sums_apart)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
@@ -226,10 +261,14 @@ class HeteroStages(SplittableConv):
                 "of edges of several types. Leave them out, or use strategy='data_parallel'."
             )
         rows = self._read_rows(block, inputs)
-        by_type = {t: StageInput(block=block, x=rows[t], edges={}) for t in self._read_types}
-        return self._aggregate_relations(block, rows, self.sync(make_typed_input(block, by_type)))
+        by_type = {}
+        for ntype in self._read_types:
+            by_type[ntype] = StageInput(block=block, x=rows[ntype], edges={})
+        gathered = self.sync(make_typed_input(block, by_type))
+        return self._aggregate_relations(block, rows, gathered)
 
     def _read_rows(self, block: DGLBlock, inputs: Any) -> dict[str, Tensor]:
+        """Return the rows of the sources by node type. ``inputs`` may be a pair with rows of destinations."""
         rows, targets = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         for ntype in self._read_types:
             if ntype not in rows:
@@ -246,41 +285,57 @@ class HeteroStages(SplittableConv):
     def _aggregate_relations(
         self, block: DGLBlock, rows: Mapping[str, Tensor], gathered: PartialSums
     ) -> dict[str, Tensor]:
+        """Return the output by node type from the results of :meth:`gather`, summed over the parts."""
         sums = dict(zip(self._sum_types, gathered, strict=False))
-        values = iter(gathered[len(sums) :])
-        sums_apart = {
-            etype: tuple(islice(values, self._num_sums[etype]))
-            for etype, relation in self._relations.items()
-            if not relation.is_added
-        }
-        counts = Counter[str]()
+        values_apart = iter(gathered[len(sums) :])
+        sums_apart = {}
+        for etype, split_relation in self._relations.items():
+            if not split_relation.is_added:
+                sums_apart[etype] = tuple(islice(values_apart, self._num_sums[etype]))
+
+        num_relations = Counter[str]()
         added_types = set()
         results: dict[str, list[Tensor]] = {ntype: [] for ntype in block.dsttypes}
         for etype in block.canonical_etypes:
             source, _, target = etype
             if source not in rows or target not in rows:
                 continue
-            counts[target] += 1
+            num_relations[target] += 1
             relation = self._relations.get(etype)
             if relation is None:
+                # Without cut rows, the module of the user computes the relation.
                 ends = rows[source], rows[target][: block.num_dst_nodes(target)]
                 module = self.mod_dict.get(etype) or self.mod_dict[etype[1]]
                 results[target].append(module(block[etype], ends))
             elif not relation.is_added:
                 results[target].append(relation.stages.apply_nodes(block[etype], sums_apart[etype]))
             else:
+                # The sum has the shares of all added relations, so each adds only its bias.
                 sums[target] = relation.stages.shift(sums[target])
                 added_types.add(target)
 
         for ntype in added_types:
             results[ntype].append(sums[ntype])
-        results = {ntype: relation_rows for ntype, relation_rows in results.items() if relation_rows}
-        if not self._aggregate:
-            return {ntype: self.agg_fn(relation_rows, ntype) for ntype, relation_rows in results.items()}
-        totals = {ntype: torch.stack(relation_rows).sum(0) for ntype, relation_rows in results.items()}
-        if self._aggregate == "sum":
-            return totals
-        return {ntype: total / counts[ntype] for ntype, total in totals.items()}
+        return self._aggregate_results(results, num_relations)
+
+    def _aggregate_results(
+        self, results: Mapping[str, list[Tensor]], num_relations: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """Return the output by node type, without types that have no ``results``.
+
+        A result may be the sum of several relations. ``num_relations`` counts all of them.
+        """
+        outputs = {}
+        for ntype, relation_rows in results.items():
+            if not relation_rows:
+                continue
+            if not self._aggregate:
+                outputs[ntype] = self.agg_fn(relation_rows, ntype)
+                continue
+            outputs[ntype] = torch.stack(relation_rows).sum(0)
+            if self._aggregate == "mean":
+                outputs[ntype] = outputs[ntype] / num_relations[ntype]
+        return outputs
 
 
 def make_typed_input(block: DGLBlock, by_type: Mapping[str, StageInput]) -> StageInput:
@@ -292,12 +347,13 @@ def _find_aggregate(function: Any) -> str:
     """Return "sum" or "mean" if ``function`` is DGL's for that, and "" for any other function."""
     if not isinstance(function, partial) or function.func.__module__ != dglnn.HeteroGraphConv.__module__:
         return ""
+    # The results of all aggregates of DGL differ for these two values.
     result = float(function([torch.tensor(1.0), torch.tensor(3.0)], ""))
     return {4.0: "sum", 2.0: "mean"}.get(result, "")
 
 
 def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) -> None:
-    """Raise ConfigError unless the parameter ``name`` has the ``columns`` of the features of a node type."""
+    """Raise ConfigError if the number of ``columns`` of a parameter is not that of the features of a type."""
     if columns != widths[ntype]:
         raise ConfigError(
             f"{name!r} has {columns} columns, but the features of {ntype!r} have {widths[ntype]}"
@@ -306,14 +362,17 @@ def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) 
 
 def _check_relation(relation: SplitRelation, name: str, *, all_cut: bool) -> None:
     """Raise ConfigError if the stages need something that other parts do not have."""
-    stages, etype = relation.stages, relation.etype
+    stages = relation.stages
+    etype = relation.etype
     if not all_cut and stages.ends != "apart":
         raise ConfigError(
             f"{name} of {etype} reads both ends together, but only one has features, so parts would need the "
             "rows of the other. Use SAGEConv with aggregator mean or GraphConv for it, or "
             "strategy='data_parallel'."
         )
-    if stages.required_edges or type(stages).own_edges is not SplittableConv.own_edges:
+
+    has_own_edges = type(stages).own_edges is not SplittableConv.own_edges
+    if stages.required_edges or has_own_edges:
         raise ConfigError(
             f"{name} of {etype} needs values of edges, which push_pull does not send for several edge types. "
             "Use another convolution, or strategy='data_parallel'."

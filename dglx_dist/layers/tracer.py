@@ -46,7 +46,19 @@ class GraphCall(NamedTuple):
     @property
     def sources(self) -> Any:
         """Tensor of the sources' rows, or a dictionary of them by node type."""
-        return self.rows[0] if isinstance(self.rows, tuple) else self.rows
+        if isinstance(self.rows, tuple):
+            return self.rows[0]
+        return self.rows
+
+
+class Argument(NamedTuple):
+    """An argument of a call."""
+
+    key: int | str
+    """Position, or name if the argument is passed by name."""
+    name: str
+    """Name of the parameter. Empty if the function has no parameter at the position."""
+    value: Any
 
 
 def read_call(
@@ -61,47 +73,53 @@ def read_call(
     a dictionary of tensors by type, or a pair of these. Arguments named "edge...", "efeat", "efeats", "e" or
     "w" belong to edges.
     """
-    named = named_arguments(module.forward, args, kwargs)
-    position = next((i for i, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
-    if position is None:
+    arguments = named_arguments(module.forward, args, kwargs)
+    positions = [i for i, argument in enumerate(arguments) if isinstance(argument.value, graph)]
+    if not positions:
         return None
-    neighbors = named[position + 1 : position + 2]
+    position = positions[0]
+    neighbors = arguments[position + 1 : position + 2]
     if position > 0:
-        neighbors.append(named[position - 1])
+        neighbors.append(arguments[position - 1])
 
     # This must not depend on the number of rows of this rank, because all ranks must agree.
     for key, name, value in neighbors:
         is_of_nodes = not name.startswith("edge") and name not in _EDGE_ARGUMENTS
         if _is_by_type(value) or (is_of_nodes and _is_rows(value)):
-            return GraphCall(named[position][2], key, value)
-
+            return GraphCall(arguments[position].value, key, value)
     return None
 
 
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[int | str, str, Any]]:
-    """Return (position or name, name, value) of the arguments in the order of the parameters."""
+) -> list[Argument]:
+    """Return the arguments of a call of ``forward`` in the order of its parameters."""
     names = list(inspect.signature(forward).parameters)
-    named: list[tuple[int | str, str, Any]] = []
+    arguments = []
     for position, value in enumerate(args):
-        named.append((position, names[position] if position < len(names) else "", value))
+        name = names[position] if position < len(names) else ""
+        arguments.append(Argument(position, name, value))
+
+    # Names that are no parameters, as for ``**kwargs``, come last.
     order = {name: position for position, name in enumerate(names)}
     for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
-        named.append((name, name, kwargs[name]))
-    return named
+        arguments.append(Argument(name, name, kwargs[name]))
+    return arguments
 
 
 def _is_by_type(value: Any) -> bool:
-    return isinstance(value[0] if isinstance(value, tuple) and len(value) == 2 else value, dict)
+    if isinstance(value, tuple) and len(value) == 2:
+        return isinstance(value[0], dict)
+    return isinstance(value, dict)
 
 
 def _is_rows(value: Any) -> bool:
     if torch.is_tensor(value):
         return value.dim() > 1
     # As in DGL's convolutions, a pair is a tuple and not a list.
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    return is_pair and all(torch.is_tensor(rows) and rows.dim() for rows in value)
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(torch.is_tensor(rows) and rows.dim() > 0 for rows in value)
 
 
 @final
@@ -131,16 +149,22 @@ def trace_calls(
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = read_call(module, args, kwargs)
-        positions = (i for i, block in enumerate(blocks) if call is not None and call.graph is block)
-        block_stack.append(next(positions, None))
+        block_stack.append(None if call is None else _find_position(call.graph, blocks))
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         block = block_stack.pop()
         call = read_call(module, args, kwargs)
-        rows = call.rows if call is not None else next(iter(args), None)
-        rows = rows[0] if isinstance(rows, tuple) else rows
+        rows = None
+        if call is not None:
+            rows = call.rows
+        elif args:
+            rows = args[0]
+        if isinstance(rows, tuple):
+            rows = rows[0]
+
         if torch.is_tensor(rows) and rows.dim() > 1:
-            outer_block = next((block for block in block_stack if block is not None), None)
+            outer_blocks = [outer for outer in block_stack if outer is not None]
+            outer_block = outer_blocks[0] if outer_blocks else None
             calls.append(Call(module=module, block=block, rows=rows, result=result, inside=outer_block))
 
     with ExitStack() as stack:
@@ -150,8 +174,14 @@ def trace_calls(
         stack.enter_context(preserve_state(model, training=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         (run or model)(blocks, x)
-
     return calls
+
+
+def _find_position(graph: Any, blocks: Sequence[Any]) -> int | None:
+    for position, block in enumerate(blocks):
+        if block is graph:
+            return position
+    return None
 
 
 @contextmanager
@@ -173,9 +203,12 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
 def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode in the ``with`` block. Modes and running averages are restored afterwards."""
     modes = {module: module.training for module in model.modules()}
+    old_averages = []
     # Evaluation does not change running averages, and an autograd graph may hold them.
-    norms = [module for module in modes if training and isinstance(module, nn.modules.batchnorm._NormBase)]
-    means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    if training:
+        for module in modes:
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                old_averages += [(buffer, buffer.clone()) for buffer in module.buffers()]
     model.train(training)
 
     try:
@@ -183,17 +216,20 @@ def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for buffer, old_values in means:
+        for buffer, old_values in old_averages:
             buffer.copy_(old_values)
 
 
 def random_block(targets: int, sources: int, num_edges: int, generator: torch.Generator) -> Any:
-    """Return a block with ``num_edges`` random edges, and one edge from each destination to itself."""
+    """Return a block with ``num_edges`` random edges, and one edge from each destination to itself.
+
+    ``targets`` and ``sources`` are the numbers of its nodes.
+    """
     # Some convolutions require an in-edge of every node.
     loops = torch.arange(targets)
-    u = torch.randint(sources, (num_edges,), generator=generator)
-    v = torch.randint(targets, (num_edges,), generator=generator)
-    block = dgl.create_block((torch.cat([loops, u]), torch.cat([loops, v])), sources, targets)
+    edge_sources = torch.cat([loops, torch.randint(sources, (num_edges,), generator=generator)])
+    edge_targets = torch.cat([loops, torch.randint(targets, (num_edges,), generator=generator)])
+    block = dgl.create_block((edge_sources, edge_targets), sources, targets)
     block.srcdata[dgl.NID] = torch.arange(sources)
     block.dstdata[dgl.NID] = loops
     return block

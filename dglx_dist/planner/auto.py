@@ -97,21 +97,31 @@ class Training:
     """Whether steps need the user's loop or torch's autocast. Not every strategy supports that."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, so fields cannot be assigned.
         if self.fanouts is not None:
-            if isinstance(self.fanouts, str) or not isinstance(self.fanouts, Sequence) or not self.fanouts:
-                raise ConfigError(
-                    f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
-                    "first, where -1 means all"
-                )
-            # Fan-outs become int, because JSON does not accept integers of NumPy.
-            fanouts = [check_integer(f"fanouts[{i}]", size, least=-1) for i, size in enumerate(self.fanouts)]
-            object.__setattr__(self, "fanouts", fanouts)
-
+            object.__setattr__(self, "fanouts", _read_fanouts(self.fanouts))
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, least=1))
         check_integer("epochs", self.epochs, least=1)
+
         if self.num_layers == 0:
-            object.__setattr__(self, "num_layers", 2 if self.fanouts is None else len(self.fanouts))
+            num_layers = 2 if self.fanouts is None else len(self.fanouts)
+            object.__setattr__(self, "num_layers", num_layers)
+
+    @property
+    def counted_epoch(self) -> int:
+        """Epoch to count: epoch 1, because epoch 0 begins with empty caches. Epoch 0 if there is no other."""
+        return min(1, self.epochs - 1)
+
+
+def _read_fanouts(fanouts: object) -> list[int]:
+    """Return ``fanouts`` as a list of int, because JSON does not accept integers of NumPy."""
+    if isinstance(fanouts, str) or not isinstance(fanouts, Sequence) or not fanouts:
+        raise ConfigError(
+            f"fanouts={fanouts!r} must be a list of one whole number for each layer, input-most "
+            "first, where -1 means all"
+        )
+    return [check_integer(f"fanouts[{index}]", size, least=-1) for index, size in enumerate(fanouts)]
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
@@ -128,12 +138,15 @@ def check_session_options(session: Session) -> None:
 
 
 def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
+    """Return whether mini-batches are left out, because default fan-outs of many layers make them large."""
     return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
 
 
 def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:
     """Return an assumption if mini-batches are left out because many layers have no given ``fanouts``."""
-    return (_NO_BATCHES,) if _is_deep(unit, num_layers, fanouts) else ()
+    if _is_deep(unit, num_layers, fanouts):
+        return (_NO_BATCHES,)
+    return ()
 
 
 def plan_draws(
@@ -152,10 +165,13 @@ def plan_draws(
         return None
     if fanouts is None:
         fanouts = default_fanouts(DEFAULT_STRATEGY, layers)
-    size = batch_size or default_batch_size(DEFAULT_STRATEGY)
-    assert size is not None
-    limit = choice.dry_batches or None
-    return Draws(fanouts=tuple(fanouts), batch_size=size, epoch=epoch, most_batches=limit)
+    if batch_size is None:
+        batch_size = default_batch_size(DEFAULT_STRATEGY)
+    assert batch_size is not None, "data parallel training has mini-batches"
+
+    # The option 0 means all batches.
+    most_batches = choice.dry_batches or None
+    return Draws(fanouts=tuple(fanouts), batch_size=batch_size, epoch=epoch, most_batches=most_batches)
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
@@ -167,7 +183,9 @@ def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
 
 def default_batch_size(strategy: str) -> int | None:
     """Return the default number of targets per rank and step: 512, or None if steps take whole graphs."""
-    return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
+    if STRATEGIES.get(strategy).traits.unit == "full_graph":
+        return None
+    return 512
 
 
 def resolve(
@@ -180,17 +198,23 @@ def resolve(
     """Give the session the strategy of the newest checkpoint, or choose one. Every rank must call this.
 
     A resumed run is not planned again, because another strategy may be another estimator with other steps.
-    Raises ConfigError if the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks
-    cannot run it, and CheckpointError if the checkpoint is damaged.
+    The result then has no choice.
+
+    Raises:
+        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot
+            run it.
+        CheckpointError: the checkpoint is damaged.
     """
-    extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
+    extra = None
+    if checkpoints is not None:
+        extra = checkpoint.read_extra(checkpoints)
     if extra is None:
         choice = choose_in_job(model, g, training, inputs)
         return choice.predictions[choice.picked].candidate, choice
+
     candidate = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
     g.session.adopt(candidate.strategy, candidate.options)
     get_strategy(g.session)
-
     if candidate.cache is not None:
         fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
@@ -208,14 +232,14 @@ def _use_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 
 
 def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
-    """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
+    """Return the strategy that a checkpoint in ``folder`` names, if ``auto`` could have chosen it.
 
-    Checkpoints are untrusted files, so options that lead to files or addresses are not read from them.
+    ``value`` is its entry in the checkpoint. Checkpoints are untrusted files, so options that lead to files
+    or addresses are not read from them. Raises ConfigError for such options and unknown strategies.
     """
     values: Mapping[str, Any] = value if isinstance(value, dict) else {}
     name = values.get("name")
     options = values.get("options")
-    cache = values.get("cache")
     option_names = list_choosable().get(str(name))
     if option_names is None or not isinstance(options, dict) or not options.keys() <= option_names:
         raise ConfigError(
@@ -223,7 +247,9 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
             f"(found: {name!r}). Name the strategy that it was trained with, and its options."
         )
 
-    candidate = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
+    unit = STRATEGIES.get(str(name)).traits.unit
+    candidate = Candidate(unit=unit, strategy=str(name), options=options)
+    cache = values.get("cache")
     if not isinstance(cache, dict):
         return candidate
     policy = cache.get("policy")
@@ -238,7 +264,7 @@ def choose_in_job(
     """Choose a strategy and set it as the strategy of the session. Every rank must call this.
 
     ``inputs`` are the input rows of the run on a graph of several types. Rank 0 prints the choice and its
-    reason.
+    reason. Raises ConfigError if no strategy can be chosen, or the ranks have different options or models.
     """
     session = g.session
     if session.strategy != AUTO:
@@ -252,7 +278,8 @@ def choose_in_job(
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
     check_same_model(model, session)
     check_choosable(g.dataset.manifest, str(g.dataset.folder), training.ntype)
-    inputs = None if g.is_homogeneous else inputs
+    if g.is_homogeneous:
+        inputs = None
     _check_inputs(model, g, inputs)
 
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
@@ -280,51 +307,38 @@ def _choose(
     inputs: EntityInputs | None,
     notify: Callable[[str], None],
 ) -> tuple[Choice, Draws | None]:
+    """Count, try and choose. Return the choice, and the mini-batches that it is for, if there are any."""
     begin = time.perf_counter()
     shape = _describe_model(model, g, training, inputs)
     notify("probing the links")
-    cluster = _cluster(g.session, options, find_float_parameter(model).device)
-    layers = len(shape.layers)
-    epoch = min(1, training.epochs - 1)
-    draws = plan_draws(options, layers, training.fanouts, training.batch_size, epoch=epoch)
-    constraints = options if draws is not None else replace(options, unit="full_graph")
+    cluster = _probe_cluster(g.session, options, find_float_parameter(model).device)
 
-    def is_offered(candidate: Candidate) -> bool:
-        fits_loop = not training.own_loop or STRATEGIES.get(candidate.strategy).traits.own_loop
-        return fits_loop and not find_bar(candidate, constraints)
+    num_layers = len(shape.layers)
+    epoch = training.counted_epoch
+    draws = plan_draws(options, num_layers, training.fanouts, training.batch_size, epoch=epoch)
+    constraints = _get_constraints(options, draws)
 
-    requested = CountConfig(
-        cluster=cluster,
-        draws=draws,
-        is_offered=is_offered,
-        caches=options.caches and g.is_homogeneous,
-        partitioned=not g.structure(g.canonical_etypes[0]).is_replicated and cluster.servers > 1,
-        in_job=True,
-        program_bytes=resident_bytes(),
-        epoch=epoch,
-        assumptions=(
-            *batch_assumptions(options.unit, layers, training.fanouts),
-            *(() if shape.has_widths else (_NOT_COUNTED,)),
-        ),
-        ntype=training.ntype,
-    )
+    requested = _make_count_config(g, shape, cluster, draws, training, options)
     counts, candidates = count(g, shape, requested, lambda text: notify(f"counting: {text}"))
-    base_bytes = counts.fixed_bytes + counts.structure_bytes + counts.own_feature_bytes
-    race = TrialConfig(
+
+    base_bytes = 0
+    if shape.has_widths:
+        base_bytes = counts.fixed_bytes + counts.structure_bytes + counts.own_feature_bytes
+    trials = TrialConfig(
         g=g,
         model=model,
-        num_layers=layers,
+        num_layers=num_layers,
         draws=draws,
         epochs=training.epochs,
         constraints=constraints,
         memory_bytes=cluster.memory_bytes,
         inputs=inputs,
         ntype=training.ntype or g.ntypes[0],
-        base_bytes=base_bytes if shape.has_widths else 0,
+        base_bytes=base_bytes,
     )
-    _check_model(race)
+    _check_model(trials)
     predictions = [predict(candidate, counts) for candidate in candidates]
-    predictions, finalists = run_trials(predictions, race, notify)
+    predictions, finalists = run_trials(predictions, trials, notify)
     choice = choose(predictions, counts, constraints, finalists=finalists)
 
     # Clocks differ, but the choice must be the same on every rank.
@@ -332,31 +346,76 @@ def _choose(
     return replace(choice, took_s=float(took_s)), draws
 
 
+def _get_constraints(options: AutoOptions, draws: Draws | None) -> ChoiceOptions:
+    # Without mini-batches, only candidates on whole graphs are left.
+    return options if draws is not None else replace(options, unit="full_graph")
+
+
+def _make_count_config(
+    g: DistGraph,
+    shape: ModelShape,
+    cluster: Cluster,
+    draws: Draws | None,
+    training: Training,
+    options: AutoOptions,
+) -> CountConfig:
+    """Return what the ranks of this job count together."""
+    constraints = _get_constraints(options, draws)
+
+    def is_offered(candidate: Candidate) -> bool:
+        if training.own_loop and not STRATEGIES.get(candidate.strategy).traits.own_loop:
+            return False
+        return not find_bar(candidate, constraints)
+
+    assumptions = batch_assumptions(options.unit, len(shape.layers), training.fanouts)
+    if not shape.has_widths:
+        assumptions = (*assumptions, _NOT_COUNTED)
+    is_replicated = g.structure(g.canonical_etypes[0]).is_replicated
+    return CountConfig(
+        cluster=cluster,
+        draws=draws,
+        is_offered=is_offered,
+        caches=options.caches and g.is_homogeneous,
+        partitioned=not is_replicated and cluster.servers > 1,
+        in_job=True,
+        program_bytes=resident_bytes(),
+        epoch=training.counted_epoch,
+        assumptions=assumptions,
+        ntype=training.ntype,
+    )
+
+
 def _describe_model(
     model: nn.Module, g: DistGraph, training: Training, inputs: EntityInputs | None
 ) -> ModelShape:
+    """Return the shape of ``model``. Models of your own on several types have no known widths."""
     # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
     classes = g.dataset.manifest.num_classes.get(training.ntype or g.ntypes[0], 1)
     hidden = training.hidden or 0
     if g.is_homogeneous:
-        options: dict[str, Any] = {"kind": training.kind or "", "is_guessed": training.kind is None}
-        features = g.ndata[FEATURE].shape[1]
-        return infer_shape(model, features, classes, training.num_layers, hidden=hidden, **options)
-
-    if isinstance(model, RelationalModel) and inputs is not None:
-        widths = inputs.feature_widths
-        rows = [tensor for ntype, tensor in inputs.tensors.items() if ntype not in widths]
-        return describe_relational(
+        return infer_shape(
             model,
-            TypedFeatures(etypes=tuple(g.canonical_etypes), widths=widths),
+            g.ndata[FEATURE].shape[1],
             classes,
-            kind=training.kind or type(model).__name__,
-            trained_row_bytes=max((row.shape[1] * row.dtype.itemsize for row in rows), default=0),
+            training.num_layers,
+            kind=training.kind or "",
+            hidden=hidden,
+            is_guessed=training.kind is None,
         )
+
+    kind = training.kind or type(model).__name__
+    if isinstance(model, RelationalModel) and inputs is not None:
+        # Types without features have trainable rows.
+        trained_row_bytes = 0
+        for ntype, tensor in inputs.tensors.items():
+            if ntype not in inputs.feature_widths:
+                trained_row_bytes = max(trained_row_bytes, tensor.shape[1] * tensor.dtype.itemsize)
+        features = TypedFeatures(etypes=tuple(g.canonical_etypes), widths=inputs.feature_widths)
+        return describe_relational(model, features, classes, kind=kind, trained_row_bytes=trained_row_bytes)
 
     layers = (LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers
     return ModelShape(
-        kind=training.kind or type(model).__name__,
+        kind=kind,
         layers=layers,
         features=0,
         hidden=hidden,
@@ -367,62 +426,76 @@ def _describe_model(
 
 
 def _check_inputs(model: nn.Module, g: DistGraph, inputs: EntityInputs | None) -> None:
-    columns = (1,) if inputs is not None else g.ndata[FEATURE].shape[1:]
-    if len(columns) != 1:
-        raise ConfigError(
-            f"node data {FEATURE!r} has rows of shape {tuple(columns)}, but strategy {AUTO!r} supports only "
-            "one row of columns per node. Name a strategy."
-        )
+    """Raise ConfigError if the trials cannot pass the features to ``model``, or would train its rows."""
+    if inputs is None:
+        row_shape = g.ndata[FEATURE].shape[1:]
+        if len(row_shape) != 1:
+            raise ConfigError(
+                f"node data {FEATURE!r} has rows of shape {tuple(row_shape)}, but strategy {AUTO!r} supports "
+                "only one row of columns per node. Name a strategy."
+            )
 
-    parts = (part for module in model.modules() for part in vars(module).values())
-    if any(isinstance(part, DistEmbedding) for part in parts):
-        raise ConfigError(f"the trials of {AUTO!r} would train the model's DistEmbedding. Name a strategy.")
+    for module in model.modules():
+        if any(isinstance(attribute, DistEmbedding) for attribute in vars(module).values()):
+            raise ConfigError(
+                f"the trials of {AUTO!r} would train the model's DistEmbedding. Name a strategy."
+            )
 
 
 def _check_model(config: TrialConfig) -> None:
-    """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on any of them."""
+    """Train a copy of the model on a few nodes. Raise ConfigError on all ranks if a rank fails."""
     g = config.g
     ntype = config.ntype
-    topology = config.g.session.topology
-    fanouts = (2,) * config.num_layers if config.draws is None else config.draws.fanouts
+    topology = g.session.topology
+    fanouts = (2,) * config.num_layers
+    if config.draws is not None:
+        fanouts = config.draws.fanouts
     seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
-    own_seeds = seeds[topology.rank :: topology.world_size]
-    blocks = sample_blocks(g, own_seeds if len(own_seeds) else seeds[:1], _CHECKED_SEEDS, fanouts, ntype)
+    rank_seeds = seeds[topology.rank :: topology.world_size]
+    if not len(rank_seeds):
+        rank_seeds = seeds[:1]
+    blocks = sample_blocks(g, rank_seeds, _CHECKED_SEEDS, fanouts, ntype)
+
     tensors = g.ndata[FEATURE] if config.inputs is None else config.inputs.tensors
-    widths = (
-        {name: tensor.shape[1] for name, tensor in tensors.items()}
-        if isinstance(tensors, dict)
-        else tensors.shape[1]
-    )
-    step = partial(time_step, config.model, blocks, widths, ntype)
-    run_on_all_ranks(g.session, step, ConfigError)
+    widths: int | dict[str, int]
+    if isinstance(tensors, dict):
+        widths = {name: tensor.shape[1] for name, tensor in tensors.items()}
+    else:
+        widths = tensors.shape[1]
+    run_on_all_ranks(g.session, partial(time_step, config.model, blocks, widths, ntype), ConfigError)
 
 
 def check_equal_servers(topology: Topology) -> None:
-    """Raise ConfigError unless every server has the same number of ranks."""
-    counts = sorted({len(topology.ranks_of_server(server)) for server in range(topology.num_servers)})
-    if len(counts) > 1:
+    """Raise ConfigError if servers have different numbers of ranks."""
+    num_ranks = sorted({len(topology.ranks_of_server(server)) for server in range(topology.num_servers)})
+    if len(num_ranks) > 1:
         raise ConfigError(
-            f"servers have {' or '.join(map(str, counts))} ranks, but strategy 'auto' needs the same number "
-            "on each server. Start equally many, or name a strategy."
+            f"servers have {' or '.join(map(str, num_ranks))} ranks, but strategy 'auto' needs the same "
+            "number on each server. Start equally many, or name a strategy."
         )
 
 
-def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cluster:
+def _probe_cluster(session: Session, options: AutoOptions, device: torch.device) -> Cluster:
+    """Measure the links, and return the smallest resources of any rank. Every rank must call this."""
     topology = session.topology
     check_equal_servers(topology)
     links = probe(session)
+
+    # The ranks of a machine share its cores and its memory.
     ranks_of_host = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
-    memory = read_size(options.memory) if options.memory else machine_memory()[0] // ranks_of_host
-    on_device = get_device_memory(device) // session.ranks_of_device
-    resources = gather_json([cores, memory, on_device], session)
+    memory_bytes = machine_memory()[0] // ranks_of_host
+    if options.memory:
+        memory_bytes = read_size(options.memory)
+    device_bytes = get_device_memory(device) // session.ranks_of_device
+    resources = gather_json([cores, memory_bytes, device_bytes], session)
+    all_cores, all_memory_bytes, all_device_bytes = zip(*resources, strict=True)
     return Cluster(
         servers=topology.num_servers,
         ranks_per_server=len(topology.ranks_of_server(0)),
         external_bytes_per_s=links.external_bytes_per_s,
         internal_bytes_per_s=links.internal_bytes_per_s,
-        cores=min(cores for cores, _, _ in resources),
-        memory_bytes=min(memory for _, memory, _ in resources),
-        device_memory_bytes=min(on_device for _, _, on_device in resources),
+        cores=min(all_cores),
+        memory_bytes=min(all_memory_bytes),
+        device_memory_bytes=min(all_device_bytes),
     )

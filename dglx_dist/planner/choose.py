@@ -17,13 +17,16 @@ NEAR = 1.03
 
 def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
     """Return the candidates of all strategies: mini-batches first, and the simplest first."""
-    ordered: list[tuple[bool, int, Candidate]] = []
+    candidates: list[Candidate] = []
     for name in STRATEGIES.names():
-        strategy = STRATEGIES.get(name)
-        for candidate in strategy.candidates(context):
-            sort_key = candidate.unit != "mini_batch", strategy.traits.complexity
-            ordered.append((*sort_key, replace(candidate, strategy=name)))
-    return tuple(candidate for *_, candidate in sorted(ordered, key=lambda entry: entry[:2]))
+        for candidate in STRATEGIES.get(name).candidates(context):
+            candidates.append(replace(candidate, strategy=name))
+
+    def get_sort_key(candidate: Candidate) -> tuple[bool, int]:
+        complexity = STRATEGIES.get(candidate.strategy).traits.complexity
+        return candidate.unit != "mini_batch", complexity
+
+    return tuple(sorted(candidates, key=get_sort_key))
 
 
 def has_costs(candidate: Candidate) -> bool:
@@ -42,30 +45,31 @@ def list_works(candidates: Iterable[Candidate], context: CandidateContext) -> tu
 
 def list_choosable() -> Mapping[str, frozenset[str]]:
     """Return every strategy that may be chosen, with the names of its options."""
+    # In this context every strategy has candidates.
+    context = CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)
     names: dict[str, frozenset[str]] = {}
-    for candidate in enumerate_candidates(CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)):
-        names[candidate.strategy] = names.get(candidate.strategy, frozenset()) | candidate.options.keys()
+    for candidate in enumerate_candidates(context):
+        known_names = names.get(candidate.strategy, frozenset())
+        names[candidate.strategy] = known_names | candidate.options.keys()
     return names
 
 
 def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
-    """Return bytes and memory of an epoch of ``candidate``, or the reason why it is not feasible."""
+    """Return bytes and memory of an epoch of ``candidate``, or the reason why no epoch can run."""
     cluster = counts.cluster
-    strategy = STRATEGIES.get(candidate.strategy)
-    why_not = ""
-    if counts.shape.has_widths:
-        why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
-    if cluster.device_memory_bytes and not strategy.traits.on_gpus:
-        why_not = "computes on CPUs only"
-    if why_not or not counts.shape.has_widths or not has_costs(candidate):
-        cost = Cost()
-    else:
+    why_not = _find_refusal(candidate, counts)
+    cost = Cost()
+    if not why_not and counts.shape.has_widths and has_costs(candidate):
         cost = COSTS.get(candidate.strategy).cost(candidate, counts)
+
+    device_bytes = 0
+    if cluster.device_memory_bytes:
+        device_bytes = cost.memory - cost.on_host
+    why_not = why_not or cost.why_not or _find_shortage(cost, device_bytes, counts)
 
     notes = [cost.note] if cost.note else []
     if candidate.epochs_factor != 1.0:
         notes.append(f"about {candidate.epochs_factor:g} x the epochs")
-    on_device = cost.memory - cost.on_host if cluster.device_memory_bytes else 0
     return Prediction(
         candidate=candidate,
         network_s=cost.traffic.seconds(cluster),
@@ -74,28 +78,44 @@ def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
         bytes_exact=cost.traffic.exact,
         once_bytes=cost.traffic.once,
         memory_bytes=cost.memory,
-        device_memory_bytes=on_device,
-        why_not=why_not or cost.why_not or _find_shortage(cost, on_device, counts),
+        device_memory_bytes=device_bytes,
+        why_not=why_not,
         note="; ".join(notes),
     )
 
 
-def _find_shortage(cost: Cost, on_device: int, counts: EpochCounts) -> str:
+def _find_shortage(cost: Cost, device_bytes: int, counts: EpochCounts) -> str:
+    """Return which memory of a rank is too small, or "". ``cost`` needs ``device_bytes`` of it on a GPU."""
     cluster = counts.cluster
-    needed = cost.memory - on_device - cost.shared + cost.shared // cluster.ranks_per_server
-    if needed > cluster.memory_bytes:
-        return f"needs {needed / 1e9:.1f} GB a rank, but there are {cluster.memory_bytes / 1e9:.1f}"
-    if on_device > cluster.device_memory_bytes:
-        limit = cluster.device_memory_bytes
-        return f"needs {on_device / 1e9:.1f} GB a rank on its GPU, but there are {limit / 1e9:.1f}"
+    # The ranks of a server map the shared bytes together, so each rank pays for its share of them.
+    host_bytes = cost.memory - device_bytes - cost.shared + cost.shared // cluster.ranks_per_server
+    host_limit = cluster.memory_bytes
+    if host_bytes > host_limit:
+        return f"needs {host_bytes / 1e9:.1f} GB a rank, but there are {host_limit / 1e9:.1f}"
+
+    device_limit = cluster.device_memory_bytes
+    if device_bytes > device_limit:
+        return f"needs {device_bytes / 1e9:.1f} GB a rank on its GPU, but there are {device_limit / 1e9:.1f}"
     return ""
 
 
-def _find_uncounted(candidate: Candidate, counts: EpochCounts) -> str:
+def _find_refusal(candidate: Candidate, counts: EpochCounts) -> str:
+    """Return why ``candidate`` cannot train the model or was not counted, or ""."""
+    shape = counts.shape
+    strategy = STRATEGIES.get(candidate.strategy)
+    if counts.cluster.device_memory_bytes and not strategy.traits.on_gpus:
+        return "computes on CPUs only"
+    if not shape.has_widths:
+        # Without widths nothing is counted. Only trials show whether the candidate can train the model.
+        return ""
+    if candidate.strategy in shape.refusals:
+        return shape.refusals[candidate.strategy]
+
     if candidate.unit == "mini_batch" and counts.batches is None:
         return "no mini-batches were requested"
-    if any(counts.works.get(work) is None for work in list_works([candidate], counts.context)):
-        return "its plans are too large to be counted; name the strategy"
+    for work in list_works([candidate], counts.context):
+        if counts.works.get(work) is None:
+            return "its plans are too large to be counted; name the strategy"
     if candidate.cache is not None and counts.find_cache(candidate) is None:
         return "its cache was not counted"
     return ""
@@ -103,9 +123,12 @@ def _find_uncounted(candidate: Candidate, counts: EpochCounts) -> str:
 
 def find_bar(candidate: Candidate, constraints: ChoiceOptions) -> str:
     """Return the options that would allow ``candidate``, or "" if it is allowed."""
-    unit = f"--unit {candidate.unit}" if constraints.unit not in ("any", candidate.unit) else ""
-    is_allowed = candidate.exact or constraints.allow_estimators
-    return " ".join(option for option in (unit, "" if is_allowed else "--allow-estimators") if option)
+    options = []
+    if constraints.unit not in ("any", candidate.unit):
+        options.append(f"--unit {candidate.unit}")
+    if not candidate.exact and not constraints.allow_estimators:
+        options.append("--allow-estimators")
+    return " ".join(options)
 
 
 def choose(
@@ -121,82 +144,115 @@ def choose(
     were equally fast in trials, and the choice is one of them. None: there were no trials.
     """
     candidates = [replace(p, barred=find_bar(p.candidate, constraints)) for p in predictions]
-    allowed = [p for p in candidates if not any(_rank(p))]
-    ranked = sorted(candidates, key=lambda p: (*_rank(p), constraints.comparable_seconds(p)))
-    undecided = [p for p in allowed if finalists is None or p.candidate.name in finalists]
+    undecided = []
+    for prediction in candidates:
+        is_finalist = finalists is None or prediction.candidate.name in finalists
+        if _is_choosable(prediction) and is_finalist:
+            undecided.append(prediction)
+
+    def get_sort_key(prediction: Prediction) -> tuple[bool, bool, bool, float]:
+        return *_list_obstacles(prediction), constraints.comparable_seconds(prediction)
+
+    ranked = sorted(candidates, key=get_sort_key)
     picked = _pick(undecided, constraints)
+    picked_index = -1
+    if picked is not None:
+        picked_index = ranked.index(picked)
+
     assumptions = [*counts.cluster.assumptions, *counts.assumptions]
     if constraints.unit == "any":
         assumptions.append(
             f"{constraints.full_graph_epochs:g} epochs of whole graphs, with one step each, "
             "are worth one epoch of mini-batches"
         )
-
     return Choice(
         graph=counts.graph,
         trained=counts.description,
         cluster=counts.cluster,
         predictions=tuple(ranked),
-        picked=-1 if picked is None else ranked.index(picked),
+        picked=picked_index,
         why=tuple(_explain(picked, undecided, candidates, constraints)),
         assumptions=tuple(assumptions),
         epoch=counts.epoch,
     )
 
 
-def _rank(prediction: Prediction) -> tuple[bool, bool, bool]:
+def _list_obstacles(prediction: Prediction) -> tuple[bool, bool, bool]:
+    """Return whether the candidate is not feasible, is barred, and was left out of the trials."""
     return not prediction.feasible, bool(prediction.barred), bool(prediction.not_tried)
 
 
-def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
-    fastest = min(allowed, key=constraints.comparable_seconds, default=None)
+def _is_choosable(prediction: Prediction) -> bool:
+    return not any(_list_obstacles(prediction))
+
+
+def _pick(undecided: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
+    """Return the simplest of the fastest ``undecided`` predictions, which are in order of simplicity."""
+    fastest = min(undecided, key=constraints.comparable_seconds, default=None)
     if fastest is None:
         return None
     limit = NEAR * constraints.comparable_seconds(fastest)
-    return next(p for p in allowed if constraints.comparable_seconds(p) <= limit)
+    return next(p for p in undecided if constraints.comparable_seconds(p) <= limit)
 
 
 def _explain(
     picked: Prediction | None,
-    finalists: Sequence[Prediction],
+    undecided: Sequence[Prediction],
     candidates: Sequence[Prediction],
     constraints: ChoiceOptions,
 ) -> list[str]:
+    """Return the reasons for the choice of ``picked`` among ``candidates``, one sentence each."""
     if picked is None:
         return [_find_nearest([p for p in candidates if not p.barred])]
     reasons = [_describe(picked)]
-    fastest = min(finalists, key=constraints.comparable_seconds)
+    fastest = min(undecided, key=constraints.comparable_seconds)
     if fastest is not picked:
         reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, picked, constraints):.2f} x as long, "
             f"but among candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
 
-    strategy = picked.candidate.strategy
-    allowed = [p for p in candidates if not any(_rank(p)) and p.epoch_seconds]
-    alternatives = [p for p in allowed if p != fastest and p.candidate.strategy != strategy]
+    # Two candidates of other strategies show how much slower the alternatives are.
+    alternatives = []
+    for prediction in candidates:
+        is_mentioned = prediction == fastest or prediction.candidate.strategy == picked.candidate.strategy
+        if _is_choosable(prediction) and prediction.epoch_seconds and not is_mentioned:
+            alternatives.append(prediction)
     alternatives.sort(key=constraints.comparable_seconds)
-    reasons += [_compare(p, picked, constraints) for p in alternatives[:2]]
-    faster = [
-        p
-        for p in candidates
-        if p.feasible and p.barred and p.candidate.unit == picked.candidate.unit and p.epoch_seconds
-        if constraints.comparable_seconds(p) < constraints.comparable_seconds(picked)
-    ]
-    if faster and picked.trial is None:
-        barred = min(faster, key=constraints.comparable_seconds)
+    for prediction in alternatives[:2]:
+        reasons.append(_compare(prediction, picked, constraints))
+
+    barred = _find_faster_barred(candidates, picked, constraints)
+    if barred is not None and picked.trial is None:
         reasons.append(
             f"{barred.candidate.name} would take {_format_seconds(barred.epoch_seconds)}, but is another "
             f"estimator, only with {barred.barred}"
         )
-
     too_large = [p.candidate.name for p in candidates if "GB a rank" in p.why_not]
     if too_large:
         reasons.append(f"these do not fit the memory: {', '.join(too_large)}")
     return reasons
 
 
+def _find_faster_barred(
+    candidates: Sequence[Prediction], picked: Prediction, constraints: ChoiceOptions
+) -> Prediction | None:
+    """Return the fastest barred candidate of the same unit as ``picked``, or None if ``picked`` is faster."""
+    barred = []
+    # Epochs of different units are different work, so their seconds are not comparable.
+    for prediction in candidates:
+        is_same_unit = prediction.candidate.unit == picked.candidate.unit
+        if prediction.feasible and prediction.barred and is_same_unit and prediction.epoch_seconds:
+            barred.append(prediction)
+
+    fastest = min(barred, key=constraints.comparable_seconds, default=picked)
+    if constraints.comparable_seconds(fastest) < constraints.comparable_seconds(picked):
+        return fastest
+    return None
+
+
 def _find_nearest(allowed: Sequence[Prediction]) -> str:
+    """Explain why none of the ``allowed`` candidates is feasible, and what the user can do."""
     too_large = [p for p in allowed if p.memory_bytes and p.why_not]
     if too_large:
         nearest = min(too_large, key=lambda p: p.memory_bytes)
@@ -206,15 +262,19 @@ def _find_nearest(allowed: Sequence[Prediction]) -> str:
             "--device-memory)."
         )
 
-    reasons = "; ".join(f"{p.candidate.name}: {p.why_not}" for p in allowed[:3])
-    return f"no requested strategy can train this ({reasons or 'there is none'}). Try --unit any."
+    reasons = "there is none"
+    if allowed:
+        reasons = "; ".join(f"{p.candidate.name}: {p.why_not}" for p in allowed[:3])
+    return f"no requested strategy can train this ({reasons}). Try --unit any."
 
 
 def _ratio(prediction: Prediction, picked: Prediction, constraints: ChoiceOptions) -> float:
-    return constraints.comparable_seconds(prediction) / max(constraints.comparable_seconds(picked), 1e-12)
+    picked_seconds = max(constraints.comparable_seconds(picked), 1e-12)
+    return constraints.comparable_seconds(prediction) / picked_seconds
 
 
 def _describe(prediction: Prediction) -> str:
+    """Return a sentence with the time and the bytes of an epoch of the chosen candidate."""
     name = prediction.candidate.name
     traffic = "an unknown number of bytes"
     if prediction.has_costs:
@@ -229,17 +289,21 @@ def _describe(prediction: Prediction) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
-    # 999.5 would be written as 1e+03.
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+    # The format .3g would write 999.5 as 1e+03.
+    if seconds >= 999.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.3g} s"
 
 
 def _compare(prediction: Prediction, picked: Prediction, constraints: ChoiceOptions) -> str:
-    name = prediction.candidate.name
+    """Return a sentence that compares an alternative with the chosen candidate."""
     ratio = _ratio(prediction, picked, constraints)
+    sentence = f"{prediction.candidate.name} takes {ratio:.2f} x as long"
     if prediction.candidate.unit != picked.candidate.unit:
-        # Their epochs are different work, so their bytes are not comparable.
-        return f"{name} takes {ratio:.2f} x as long to learn as much"
-    extra = prediction.inter_server_bytes - picked.inter_server_bytes
-    is_known = prediction.has_costs and picked.has_costs
-    traffic = f", and moves {format_bytes(extra)} more between servers" if is_known and extra > 0 else ""
-    return f"{name} takes {ratio:.2f} x as long{traffic}"
+        # An epoch of one unit is different work than an epoch of the other, so bytes are not comparable.
+        return f"{sentence} to learn as much"
+
+    extra_bytes = prediction.inter_server_bytes - picked.inter_server_bytes
+    if prediction.has_costs and picked.has_costs and extra_bytes > 0:
+        return f"{sentence}, and moves {format_bytes(extra_bytes)} more between servers"
+    return sentence

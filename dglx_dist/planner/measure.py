@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.dropout import find_pass_ids, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works, predict
-from dglx_dist.planner.costs.base import EpochCounts, PlannedRun
+from dglx_dist.planner.costs.base import EpochCounts, PlannedRun, Work
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
 from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read_graph_stats, read_row_sizes
@@ -72,7 +73,7 @@ class CountConfig:
     in_job: bool = False
     """Whether the ranks of the session count together. Otherwise this process counts for all ranks."""
     program_bytes: int = PROGRAM_BYTES
-    """Memory of a rank before it opens a graph. It is larger if this process is a rank and uses more."""
+    """Memory of a rank before it opens a graph. If this process is a rank, its memory may be larger."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
     ntype: str | None = None
@@ -82,11 +83,15 @@ class CountConfig:
 def count(
     g: DistGraph, shape: ModelShape, config: CountConfig, notify: Callable[[str], None] | None = None
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
-    """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
+    """Count an epoch and return the counts and the candidates. The ranks of a job must all call this.
 
     Nothing is counted for a model without known widths. Outside of a job the session of ``g`` has one rank,
-    and it has the structure of the whole graph. Raises ConfigError if the graph lacks data or has fewer
-    parts than servers, or the ranks know different candidates, and PeerError if a rank is dead or silent.
+    and ``g`` has the structure of the whole graph. ``notify`` is called with the name of each step.
+
+    Raises:
+        ConfigError: the graph lacks data or has fewer parts than servers, or the ranks know different
+            candidates.
+        PeerError: a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
@@ -99,21 +104,21 @@ def count(
 
     context = _make_context(run, config)
     candidates = tuple(filter(config.is_offered, enumerate_candidates(context)))
-
     # Counting is collective, but each rank has its own registry.
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
-    batches = None
-    if config.draws is not None and shape.has_widths:
-        notify("batches of all ranks")
-        sizes = read_row_sizes(g, shape.gradient_bytes, run.ntype, partitioned=config.partitioned)
-        caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
-        batches = count_batches(run, config.draws, caches, sizes)
 
-    works = list_works((c for c in candidates if c.strategy not in shape.refusals), context)
-    for work in works if shape.has_widths else ():
-        notify(work.describe(run.num_layers))
-        run.works[work] = work.count(run)
+    batches = None
+    if shape.has_widths:
+        if config.draws is not None:
+            notify("batches of all ranks")
+            sizes = read_row_sizes(g, shape.gradient_bytes, run.ntype, partitioned=config.partitioned)
+            batches = count_batches(run, config.draws, _list_caches(candidates), sizes)
+        trainable = [candidate for candidate in candidates if candidate.strategy not in shape.refusals]
+        for work in list_works(trainable, context):
+            notify(work.describe(run.num_layers))
+            run.works[work] = work.count(run)
+
     counts = EpochCounts(
         graph=run.graph,
         shape=shape,
@@ -130,46 +135,74 @@ def count(
     return counts, candidates
 
 
+def _list_caches(candidates: Sequence[Candidate]) -> list[tuple[str, float]]:
+    """Return the policy and the size of each cache of ``candidates``, each once."""
+    caches: list[tuple[str, float]] = []
+    for candidate in candidates:
+        cache = (candidate.cache, candidate.cache_alpha)
+        if candidate.cache and cache not in caches:
+            caches.append((candidate.cache, candidate.cache_alpha))
+    return caches
+
+
 def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
-    cluster, draws = config.cluster, config.draws
-    seeds_per_rank = -(-len(run.seeds) // cluster.ranks)
+    """Return what strategies must know of the run to list their candidates."""
+    cluster = config.cluster
+    num_steps = 0
+    if config.draws is not None:
+        seeds_per_rank = math.ceil(len(run.seeds) / cluster.ranks)
+        num_steps = math.ceil(seeds_per_rank / config.draws.batch_size)
+    cache_sizes: tuple[float, ...] = ()
+    if config.caches and not config.partitioned:
+        cache_sizes = CACHE_SIZES
+
     return CandidateContext(
         ranks=cluster.ranks,
         servers=cluster.servers,
         num_layers=run.num_layers,
-        steps=0 if draws is None else -(-seeds_per_rank // draws.batch_size),
-        caches=CACHE_SIZES if config.caches and not config.partitioned else (),
+        steps=num_steps,
+        caches=cache_sizes,
     )
 
 
 def _plan_run(g: DistGraph, shape: ModelShape, config: CountConfig) -> PlannedRun:
-    manifest, cluster = g.dataset.manifest, config.cluster
+    """Return the run to count: its graph, cluster and training nodes."""
+    manifest = g.dataset.manifest
+    cluster = config.cluster
     topology = build_topology(cluster.servers, cluster.ranks_per_server)
     if config.in_job:
         topology = g.session.topology
-    ntype = config.ntype or manifest.node_types[0]
-    widths = shape.feature_widths
     placement = Placement(manifest.num_parts, topology)
     bounds = {name: placement.server_offsets(manifest.node_offsets[name]) for name in g.ntypes}
     structure: GraphStructure = g.structure(g.canonical_etypes[0])
     if not g.is_homogeneous:
         structure = UnifiedGraph.from_graph(g, bounds=bounds, topology=topology)
+    partition = PartitionContext(
+        structure=structure,
+        bounds=np.sum([*bounds.values()], axis=0),
+        topology=topology,
+        seed=g.session.seed,
+    )
+
+    ntype = config.ntype or manifest.node_types[0]
     seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
+    trained_types: frozenset[str] = frozenset()
+    if shape.feature_widths is not None:
+        trained_types = frozenset(g.ntypes) - shape.feature_widths.keys()
+
+    # A job does not read all edges, because that takes too long.
+    if config.in_job:
+        graph = estimate_graph_stats(manifest, cluster.servers, len(seeds))
+    else:
+        graph = read_graph_stats(g.dataset, cluster.servers)
     return PlannedRun(
         g=g,
-        partition=PartitionContext(
-            structure=structure,
-            bounds=np.sum([*bounds.values()], axis=0),
-            topology=topology,
-            seed=g.session.seed,
-        ),
+        partition=partition,
         ntype=ntype,
         bounds=bounds,
         seeds=seeds,
-        trained_types=frozenset() if widths is None else frozenset(g.ntypes) - widths.keys(),
-        graph=estimate_graph_stats(manifest, cluster.servers, len(seeds))
-        if config.in_job
-        else read_graph_stats(g.dataset, cluster.servers),
+        trained_types=trained_types,
+        graph=graph,
         cluster=cluster,
         num_layers=len(shape.layers),
         in_job=config.in_job,
@@ -190,28 +223,37 @@ def predict_and_time(
     than a core each, the seconds are multiplied accordingly.
     """
     predictions = [predict(candidate, counts) for candidate in candidates]
-    widths = _list_input_widths(g, counts.shape)
     slowdown = 1.0 / min(counts.cluster.cores, 1.0)
     batch_seconds = _time_mini_batches(g, model, counts, ntype) * slowdown
-    work_seconds: dict[object, float] = {}
-    results = []
+    work_seconds: dict[Work, float] = {}
+    timed = []
     for prediction in predictions:
-        if prediction.feasible and not has_costs(prediction.candidate):
-            results.append(replace(prediction, why_not=_WITHOUT_COSTS))
+        if not prediction.feasible:
+            timed.append(prediction)
             continue
-        seconds = batch_seconds if prediction.feasible else 0.0
-        work = next(iter(list_works([prediction.candidate], counts.context)), None)
-        if work is not None and prediction.feasible:
+        if not has_costs(prediction.candidate):
+            timed.append(replace(prediction, why_not=_WITHOUT_COSTS))
+            continue
+
+        seconds = batch_seconds
+        works = list_works([prediction.candidate], counts.context)
+        if works:
+            # A candidate without mini-batches trains on the plans of its first work.
+            work = works[0]
             if work not in work_seconds:
-                step = work.blocks(counts.works[work])
-                work_seconds[work] = 0.0
-                if step is not None:
-                    work_seconds[work] = step[1] * time_step(model, step[0], widths, ntype) * slowdown
+                work_seconds[work] = _time_work(g, model, counts, work, ntype) * slowdown
             seconds = work_seconds[work]
+        timed.append(replace(prediction, compute_s=seconds))
+    return timed
 
-        results.append(replace(prediction, compute_s=seconds))
 
-    return results
+def _time_work(g: DistGraph, model: nn.Module, counts: EpochCounts, work: Work, ntype: str | None) -> float:
+    """Return the seconds of an epoch of ``work``, or 0 if it has no blocks to time."""
+    step = work.blocks(counts.works[work])
+    if step is None:
+        return 0.0
+    blocks, num_steps = step
+    return num_steps * time_step(model, blocks, _list_input_widths(g, counts.shape), ntype)
 
 
 def _list_input_widths(g: DistGraph, shape: ModelShape) -> int | dict[str, int]:
@@ -223,18 +265,21 @@ def _list_input_widths(g: DistGraph, shape: ModelShape) -> int | dict[str, int]:
 
 
 def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts, ntype: str | None) -> float:
-    if counts.draws is None:
-        return 0.0
+    """Return the seconds of an epoch of mini-batches, or 0 if none were requested."""
     draws = counts.draws
+    if draws is None:
+        return 0.0
     ntype = ntype or g.ntypes[0]
     seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
-    size = min(draws.batch_size, -(-len(seeds) // counts.cluster.ranks))
+    batch_size = min(draws.batch_size, math.ceil(len(seeds) / counts.cluster.ranks))
     widths = _list_input_widths(g, counts.shape)
-    steps = [
-        time_step(model, sample_blocks(g, seeds[offset:], size, draws.fanouts, ntype), widths, ntype)
-        for offset in range(min(_TIMED_BATCHES, len(seeds)))
-    ]
-    return statistics.median(steps) * counts.mini_batches.steps
+
+    step_seconds = []
+    for offset in range(min(_TIMED_BATCHES, len(seeds))):
+        # Each batch begins with another node, so that the batches differ.
+        blocks = sample_blocks(g, seeds[offset:], batch_size, draws.fanouts, ntype)
+        step_seconds.append(time_step(model, blocks, widths, ntype))
+    return statistics.median(step_seconds) * counts.mini_batches.steps
 
 
 def sample_blocks(
@@ -244,11 +289,14 @@ def sample_blocks(
 
     ``ntype`` is the type of the seeds. None: the only one.
     """
-    spread_seeds = seeds[np.unique(np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64))]
+    positions = np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64)
+    batch_seeds: Any = seeds[np.unique(positions)]
+    options: dict[str, Any] = {"batch_size": len(batch_seeds), "num_threads": 0, "device": "cpu"}
+    if ntype is not None:
+        batch_seeds = {ntype: batch_seeds}
+
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
-    options: dict[str, Any] = {"batch_size": len(spread_seeds), "num_threads": 0, "device": "cpu"}
-    loader = DataLoader(g, spread_seeds if ntype is None else {ntype: spread_seeds}, sampler, **options)
-    ((_, _, blocks),) = list(loader)
+    ((_, _, blocks),) = list(DataLoader(g, batch_seeds, sampler, **options))
     return list(blocks)
 
 
@@ -265,19 +313,20 @@ def time_step(
         raise ConfigError(f"the {type(model).__name__} has no parameters to train: nothing to choose")
     weight = find_float_parameter(model)
     device_blocks = [place(block, weight.device) for block in blocks]
+    step_seconds = []
     try:
         model_copy = copy.deepcopy(model).train()
         dropouts = install_node_dropouts(model_copy, 0)
         dropouts.begin(0, find_pass_ids(device_blocks[0]))
         optimizer = make_optimizer(model_copy)
         rows = _make_ones(device_blocks[0], widths, weight)
-        seconds = []
+
         for _ in range(1 + _REPETITIONS):
             synchronize(weight.device)
             begin = time.perf_counter()
             take_step(model_copy, optimizer, device_blocks, rows, ntype)
             synchronize(weight.device)
-            seconds.append(time.perf_counter() - begin)
+            step_seconds.append(time.perf_counter() - begin)
     except MODEL_ERRORS as error:
         raise ConfigError(
             f"the model could not be timed on a batch ({type(error).__name__}: {error}). It is called as "
@@ -285,17 +334,23 @@ def time_step(
             "scores for each target."
         ) from error
 
-    return statistics.median(seconds[1:])
+    # The first step compiles kernels and allocates memory.
+    return statistics.median(step_seconds[1:])
 
 
 def _make_ones(block: Any, widths: int | Mapping[str, int], weight: Tensor) -> Any:
+    """Return input rows of ones, with the dtype and on the device of ``weight``."""
     if isinstance(widths, int):
         return weight.new_ones(block.num_src_nodes(), widths)
-    return {ntype: weight.new_ones(block.num_src_nodes(ntype), width) for ntype, width in widths.items()}
+    rows = {}
+    for ntype, width in widths.items():
+        rows[ntype] = weight.new_ones(block.num_src_nodes(ntype), width)
+    return rows
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that hardly changes ``model``: Adam, or SGD if gradients of rows are sparse."""
+    # Adam does not support sparse gradients.
     is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
     optimizer_class = torch.optim.SGD if is_sparse else torch.optim.Adam
     return optimizer_class(model.parameters(), lr=1e-9)
@@ -310,7 +365,8 @@ def take_step(
 ) -> None:
     """Train ``model`` for a step, with classes or values that are all 0.
 
-    ``rows`` are (N, F), or such rows by node type. Scores by node type are those of ``ntype``.
+    ``rows`` are (N, F), or such rows by node type. If the scores are by node type, the loss is that of
+    ``ntype``.
     """
     scores = model(blocks, rows)
     if isinstance(scores, dict):
@@ -344,20 +400,27 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
     topology = session.topology
     if topology.world_size == 1:
         return Links(external_bytes_per_s=1e12, internal_bytes_per_s=1e12)
-    servers = [topology.ranks_of_server(server) for server in range(topology.num_servers)]
-    across = _ring_neighbours([ranks[0] for ranks in servers], topology.rank)
-    inside = _ring_neighbours(servers[topology.server], topology.rank)
-    external = _measure_bandwidth(session, across, seconds / 2) if len(servers) > 1 else None
-    internal = _measure_bandwidth(session, inside, seconds / 2) if max(map(len, servers)) > 1 else None
-    if internal is not None:
+
+    ranks_by_server = [topology.ranks_of_server(server) for server in range(topology.num_servers)]
+    external = None
+    if len(ranks_by_server) > 1:
+        first_ranks = [ranks[0] for ranks in ranks_by_server]
+        external = _measure_bandwidth(session, _ring_neighbours(first_ranks, topology.rank), seconds / 2)
+    internal = None
+    if max(map(len, ranks_by_server)) > 1:
+        server_ranks = ranks_by_server[topology.server]
+        rank_rate = _measure_bandwidth(session, _ring_neighbours(server_ranks, topology.rank), seconds / 2)
         # All ranks of the ring within a server send at this rate.
-        internal *= len(servers[topology.server])
+        internal = rank_rate * len(server_ranks)
+
+    # If a kind of link does not exist, nothing is sent over it, and it gets the rate of the other kind.
     rate = external or internal
     assert rate is not None
     return Links(external_bytes_per_s=rate, internal_bytes_per_s=internal or rate)
 
 
 def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | None:
+    """Return the members before and after ``rank`` in a ring, or None if ``rank`` has no neighbours."""
     if rank not in members or len(members) == 1:
         return None
     index = members.index(rank)
@@ -365,24 +428,32 @@ def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | Non
 
 
 def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
-    """Return the median bytes per second of the rounds within about ``seconds``."""
+    """Return the median bytes per second of the rounds within about ``seconds``. Every rank must call this.
+
+    ``neighbors`` are the ranks before and after this rank in its ring. None: this rank sends nothing.
+    """
     num_bytes = _FIRST_BYTES
     elapsed_s = 0.0
-    rounds = list[float]()
-    while len(rounds) <= _ROUNDS and (elapsed_s < seconds or not rounds):
-        round_s = max(map(float, gather_json(_time_swap(session, neighbors, num_bytes), session)))
+    rounds_s: list[float] = []
+    # The first of the timed rounds does not count, because it begins with a burst.
+    while len(rounds_s) <= _ROUNDS and (elapsed_s < seconds or not rounds_s):
+        swap_seconds = gather_json(_time_swap(session, neighbors, num_bytes), session)
+        round_s = max(map(float, swap_seconds))
         elapsed_s += round_s
-        if rounds or round_s >= _LONG_ENOUGH_S or elapsed_s >= seconds / 2 or num_bytes >= _MOST_BYTES:
-            rounds.append(round_s)
+
+        cannot_grow = elapsed_s >= seconds / 2 or num_bytes >= _MOST_BYTES
+        if rounds_s or round_s >= _LONG_ENOUGH_S or cannot_grow:
+            rounds_s.append(round_s)
             continue
         # The next round should last long enough, but grow at most eightfold, because bursts look too fast.
-        long_enough = num_bytes * 1.2 * _LONG_ENOUGH_S / max(round_s, 1e-9)
-        num_bytes = int(min(max(long_enough, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
+        target_bytes = num_bytes * 1.2 * _LONG_ENOUGH_S / max(round_s, 1e-9)
+        num_bytes = int(min(max(target_bytes, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
 
-    return num_bytes / max(statistics.median(rounds[1:] or rounds), 1e-9)
+    return num_bytes / max(statistics.median(rounds_s[1:] or rounds_s), 1e-9)
 
 
 def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: int) -> float:
+    """Send ``num_bytes`` to the next rank, receive as many from the previous one, and return the seconds."""
     streams = row_exchanges(session).streams
     barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
@@ -391,6 +462,6 @@ def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: i
         previous_rank, next_rank = neighbors
         outgoing = [Outgoing(rank=next_rank, rows=torch.zeros(num_bytes, dtype=torch.uint8))]
         incoming = [Incoming(rank=previous_rank, rows=torch.empty(num_bytes, dtype=torch.uint8))]
-        streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=PROBE_PHASE)()
-
+        finish = streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=PROBE_PHASE)
+        finish()
     return time.perf_counter() - begin

@@ -1,7 +1,7 @@
 """Size and work of a model: widths, products, parameters and exchanged rows of each layer."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -32,6 +32,7 @@ from dglx_dist.training.relational import RelationalModel
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
+    """Return the topology as rank 0 of a run with equally many ranks on each server sees it."""
     server_of_rank = np.repeat(range(servers), ranks_per_server).tolist()
     return Topology(0, servers * ranks_per_server, tuple(server_of_rank))
 
@@ -46,12 +47,15 @@ def infer_shape(
     hidden: int = 0,
     is_guessed: bool = False,
 ) -> ModelShape:
-    """Return the shape of a model. It is traced in a call ``module(blocks, x)`` and does not change.
+    """Return the shape of a model. The model is traced in a call ``module(blocks, x)`` and does not change.
 
-    If the model cannot be called like this, its layers are the ones that it has registered. Unknown layers
-    count as those of GraphSAGE.
+    If the model cannot be called like this, its layers are the convolutions that it has registered. Unknown
+    layers count as those of GraphSAGE.
 
     Args:
+        module: The model, on any device.
+        features: Number of input columns.
+        classes: Number of output columns.
         num_layers: Number of layers. 0: the number of its convolutions, or 2.
         kind: Name of a ready-made model. Empty: that of its first convolution.
         hidden: Width of the hidden layers. 0: that of its first layer.
@@ -65,9 +69,15 @@ def infer_shape(
         layers = _list_registered(convs, features, hidden, classes, num_layers)
         first_learns = False
 
+    if not kind:
+        kind = "sage"
+        if convs:
+            kind = _find_kind(convs[0])
+        elif not layers[0].summed:
+            kind = "mlp"
     inspected, refusals = _inspect(module, features)
     return ModelShape(
-        kind=kind or (_find_kind(convs[0]) if convs else "mlp" if not layers[0].summed else "sage"),
+        kind=kind,
         layers=layers,
         features=features,
         hidden=hidden or layers[0].outputs,
@@ -102,18 +112,20 @@ def describe_relational(
 
     ``trained_row_bytes`` are the bytes of the rows of types without features. None: rows of the hidden width.
     """
-    relations_into = Counter(destination for _, _, destination in features.etypes)
-    outputs = [module.hidden] * (module.num_layers - 1) + [classes]
-
     # Each relation has its own sum for every destination.
+    relations_into = Counter(destination for _, _, destination in features.etypes)
     summed = module.hidden * max(relations_into.values())
+    layers = []
+    for outputs in [module.hidden] * (module.num_layers - 1) + [classes]:
+        layers.append(LayerWidths(inputs=module.hidden, outputs=outputs, summed=summed))
+
     inspected, refusals = _inspect(module, features)
     sizes = measure_parameters(module)
     if trained_row_bytes is None:
         trained_row_bytes = module.hidden * sizes["itemsize"]
     return ModelShape(
         kind=kind,
-        layers=tuple(LayerWidths(inputs=module.hidden, outputs=width, summed=summed) for width in outputs),
+        layers=tuple(layers),
         features=max([module.hidden, *features.widths.values()]),
         hidden=module.hidden,
         classes=classes,
@@ -131,17 +143,24 @@ _USUAL_WIDTH = 64
 
 
 def _find_kind(module: nn.Module) -> str:
+    """Return the ready-made model with the same convolution as ``module``, or "" if it is no convolution."""
     if isinstance(module, SplittableConv):
         return "gcn"
     convolution = CONVOLUTIONS.get(type(module))
-    return "" if convolution is None else convolution.like
+    if convolution is None:
+        return ""
+    return convolution.like
 
 
 def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
+    """Return the columns of a layer that was called with rows of ``inputs`` and returned ``outputs``."""
     try:
         widths = replace(_read_widths(module), outputs=outputs)
     except ConfigError:
-        summed = 0 if isinstance(module, OwnRows) else min(inputs, outputs)
+        # An unknown layer is assumed to sum the narrower of its rows. An MLP sums nothing.
+        summed = min(inputs, outputs)
+        if isinstance(module, OwnRows):
+            summed = 0
         widths = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
     return replace(widths, sums_sources=sums_sources(module))
 
@@ -153,7 +172,8 @@ def _read_widths(module: Any) -> LayerWidths:
     """
     if type(module) is dglnn.GATv2Conv:
         heads = module._num_heads
-        outputs = module._num_heads * module._out_feats
+        # As in SplittableConv.widths: the logits, the softmax and the weighted sum process every edge.
+        outputs = heads * module._out_feats
         return LayerWidths(inputs=module._in_src_feats, outputs=outputs, summed=outputs + 6 * heads)
     if type(module) is dglnn.SAGEConv and module._aggre_type == "pool":
         inputs = module.fc_pool.in_features
@@ -166,51 +186,70 @@ def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tu
     """Return the layers as ``module`` calls them, and whether the rows before the first layer are trained.
 
     Raises:
-        MODEL_ERRORS: it cannot be called with ``num_layers`` blocks, or does not use them one after another.
+        MODEL_ERRORS: ``module`` cannot be called with ``num_layers`` blocks, or does not use the blocks one
+            after another.
     """
     # Levels have different sizes, so that the number of rows identifies the level.
     sizes = [8 + 5 * (num_layers - level) for level in range(num_layers + 1)]
     generator = torch.Generator().manual_seed(0)
-    like = find_float_parameter(module)
-    blocks = [
-        place(random_block(targets, sources, 4 * targets, generator), like.device)
-        for sources, targets in pairwise(sizes)
-    ]
-    x = torch.randn(sizes[0], features, generator=generator).to(like)
+    weight = find_float_parameter(module)
+    blocks = []
+    for num_sources, num_targets in pairwise(sizes):
+        block = random_block(num_targets, num_sources, 4 * num_targets, generator)
+        blocks.append(place(block, weight.device))
+    x = torch.randn(sizes[0], features, generator=generator).to(weight)
 
-    # Layers that read the distributed graph would ask other ranks.
-    readers = [conv for conv in module.modules() if isinstance(conv, SplittableConv)]
-    with replace_forwards({conv: partial(_zeros, conv.widths().outputs) for conv in readers}):
+    # Layers that read the distributed graph would ask other ranks, so they return zeros here.
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for conv in module.modules():
+        if isinstance(conv, SplittableConv):
+            forwards[conv] = partial(_make_zeros, conv.widths().outputs)
+    with replace_forwards(forwards):
         calls = trace_calls(module, blocks, x)
+
     layers = [call for call in calls if call.block is not None and call.inside is None]
     if [call.block for call in layers] != list(range(num_layers)):
         raise ValueError(f"{len(layers)} calls with {num_layers} blocks")
-    shapes = [_find_widths(call.module, call.rows.shape[1], call.result[0].numel()) for call in layers]
-    return tuple(shapes), layers[0].rows.requires_grad
+    widths = []
+    for call in layers:
+        num_inputs = call.rows.shape[1]
+        num_outputs = call.result[0].numel()
+        widths.append(_find_widths(call.module, num_inputs, num_outputs))
+    return tuple(widths), layers[0].rows.requires_grad
 
 
-def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
+def _make_zeros(num_columns: int, block: Any, x: Any, *_edges: Any) -> Tensor:
+    """Return a row of zeros for each destination of ``block``, like a layer that is called with ``x``."""
     rows: Tensor = x[0] if isinstance(x, tuple) else x
-    return rows.new_zeros(block.num_dst_nodes(), outputs)
+    return rows.new_zeros(block.num_dst_nodes(), num_columns)
 
 
 def _list_registered(
     convs: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
     """Return the layers that a model has registered if their number matches, otherwise those of GraphSAGE."""
+    layers = []
     try:
-        layers = tuple(replace(_read_widths(conv), sums_sources=sums_sources(conv)) for conv in convs)
+        for conv in convs:
+            layers.append(replace(_read_widths(conv), sums_sources=sums_sources(conv)))
     except ConfigError:
-        layers = ()
-
+        layers = []
     if len(layers) == num_layers:
-        return layers
-    # Rows are projected before they are summed if that makes them narrower.
-    widths = [features, *[hidden or _USUAL_WIDTH] * (num_layers - 1), classes]
-    return tuple(LayerWidths(inputs=a, outputs=b, summed=min(a, b)) for a, b in pairwise(widths))
+        return tuple(layers)
+
+    hidden_widths = [hidden or _USUAL_WIDTH] * (num_layers - 1)
+    layers = []
+    for inputs, outputs in pairwise([features, *hidden_widths, classes]):
+        # Rows are projected before they are summed if that makes them narrower.
+        layers.append(LayerWidths(inputs=inputs, outputs=outputs, summed=min(inputs, outputs)))
+    return tuple(layers)
 
 
 def _inspect(module: nn.Module, features: int | TypedFeatures) -> tuple[dict[str, Any], dict[str, str]]:
+    """Ask the cost model of each strategy about ``module``.
+
+    Returns the results of the strategies that can train the module, and the reasons of the others.
+    """
     inspected = {}
     refusals = {}
     for name in sorted({*STRATEGIES.names()} & {*COSTS.names()}):

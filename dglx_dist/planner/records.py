@@ -18,7 +18,7 @@ from dglx_dist.strategies.candidate import Candidate
 if TYPE_CHECKING:
     from dglx_dist.layers.base import LayerWidths
 
-_of_choice = partial(option, panel="Choice")
+_choice_option = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 # tc rejects rates above the kernel's limit with an unhelpful message.
 _LEAST_RATE = 8_000
@@ -36,19 +36,25 @@ class Rate:
         """Parse a rate like "1gbit", "2.5gbit", "100mbit" or "800kbit".
 
         Args:
+            text: A number and its unit. Upper and lower case are the same.
             most: Largest rate in bits per second. By default the limit of the kernel.
 
         Raises:
-            ConfigError: it is not a rate, or not from 8 kbit to ``most``.
+            ConfigError: ``text`` is no rate, or the rate is below 8 kbit or above ``most``.
         """
+        bits_per_s = 0.0
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gbit|mbit|kbit|bit)\s*", text.lower())
-        bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
-        if not _LEAST_RATE <= bits <= most:
+        if match is not None:
+            value, unit = match.groups()
+            bits_per_s = float(value) * _UNITS[unit]
+
+        # A text that is no rate counts as 0, and 0 is too small.
+        if not _LEAST_RATE <= bits_per_s <= most:
             raise ConfigError(
                 f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to {cls(most)}, "
                 "e.g. 100mbit"
             )
-        return cls(int(bits))
+        return cls(int(bits_per_s))
 
     def __str__(self) -> str:
         for unit, size in _UNITS.items():
@@ -95,7 +101,7 @@ class GraphStats:
     features: int
     """Number of feature columns F."""
     feature_bytes: int
-    """Bytes of one node's features as they are stored. With several types: of one node of each."""
+    """Bytes of the features of a node as stored. With several types: the sum over one node of each type."""
     all_feature_bytes: int
     """Bytes of the features of all nodes."""
     classes: int
@@ -107,7 +113,11 @@ class GraphStats:
     @property
     def structure_bytes(self) -> int:
         """Bytes of the in-edges of the whole graph as they are mapped."""
-        return 8 * self.nodes + (4 if self.nodes < 2**31 else 8) * self.edges
+        # An edge stores the id of its source. Ids of small graphs fit in 32 bits.
+        bytes_per_edge = 8
+        if self.nodes < 2**31:
+            bytes_per_edge = 4
+        return 8 * self.nodes + bytes_per_edge * self.edges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +136,7 @@ class ModelShape:
     inspected: Mapping[str, Any] = field(default_factory=dict)
     """Strategy to the result of ``CostModel.inspect``."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Strategy to the reason why it cannot train the model."""
+    """Name of a strategy to the reason why the strategy cannot train the model."""
     first_learns: bool = False
     """Whether the input of layer 1 has a gradient, as after an encoder."""
     itemsize: int = 4
@@ -142,8 +152,10 @@ class ModelShape:
 
     @property
     def summary(self) -> str:
-        hidden = f", hidden width {self.hidden}" if self.hidden else ""
-        return f"{self.kind} of {len(self.layers)} layers{hidden}"
+        text = f"{self.kind} of {len(self.layers)} layers"
+        if self.hidden:
+            text += f", hidden width {self.hidden}"
+        return text
 
     @property
     def gradient_bytes(self) -> int:
@@ -171,15 +183,15 @@ class Draws:
 class ChoiceOptions:
     """Options of ``dglx plan`` and of strategy ``auto`` that decide which candidates may be chosen."""
 
-    unit: Literal["mini_batch", "full_graph", "any"] = _of_choice(
+    unit: Literal["mini_batch", "full_graph", "any"] = _choice_option(
         "mini_batch", "Kind of training: mini_batch, full_graph or any. Their epochs are not comparable."
     )
-    full_graph_epochs: float = _of_choice(
+    full_graph_epochs: float = _choice_option(
         5.0,
         "Epochs on whole graphs that are worth one of mini-batches, for --unit any.",
         check=ABOVE_ZERO,
     )
-    allow_estimators: bool = _of_choice(False, "Also allow strategies that do not train exactly.")
+    allow_estimators: bool = _choice_option(False, "Also allow strategies that do not train exactly.")
     dry_batches: int = option(20, "Batches to count per rank. 0: all of an epoch.", check=at_least(0))
 
     def comparable_seconds(self, prediction: Prediction) -> float:
@@ -188,8 +200,9 @@ class ChoiceOptions:
 
     def weight(self, candidate: Candidate) -> float:
         """Return how many epochs of ``candidate`` are worth an exact epoch of mini-batches."""
-        is_full_graph = candidate.unit == "full_graph" and self.unit == "any"
-        return candidate.epochs_factor * (self.full_graph_epochs if is_full_graph else 1.0)
+        if candidate.unit == "full_graph" and self.unit == "any":
+            return candidate.epochs_factor * self.full_graph_epochs
+        return candidate.epochs_factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +235,7 @@ class Prediction:
     inside: Mapping[str, int] = field(default_factory=dict)
     """Payload within servers in one epoch."""
     bytes_exact: bool = False
-    """Whether bytes are counted exactly, for ``Choice.epoch``. False: they are estimated."""
+    """Whether the bytes are exactly those of ``Choice.epoch``. False: the bytes are estimates."""
     once_bytes: int = 0
     """Bytes between servers before the first epoch: preloaded features and structure, columns, caches."""
     memory_bytes: int = 0
@@ -230,11 +243,11 @@ class Prediction:
     device_memory_bytes: int = 0
     """Part of that memory on the GPU. 0 if ranks compute on CPUs."""
     why_not: str = ""
-    """Reason why the candidate is not feasible. Empty: it is."""
+    """Reason why the candidate is not feasible. Empty if the candidate is feasible."""
     not_tried: str = ""
-    """Reason why a running job did not try the candidate. Empty: it was tried, or there were no trials."""
+    """Reason why a running job did not try the candidate. Empty if it did, or if there were no trials."""
     barred: str = ""
-    """Option or sampler that would allow the candidate. Empty: it is allowed."""
+    """Option or sampler that would allow the candidate. Empty if the candidate is allowed."""
     note: str = ""
 
     @property
@@ -257,7 +270,9 @@ class Prediction:
     @property
     def epoch_seconds(self) -> float:
         """Measured seconds of an epoch. Without a trial: computing time here, plus the bytes on the wire."""
-        return self.compute_s + self.network_s if self.trial is None else self.trial.seconds
+        if self.trial is not None:
+            return self.trial.seconds
+        return self.compute_s + self.network_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,26 +310,30 @@ class Choice:
 
     @property
     def chosen_prediction(self) -> Prediction | None:
-        return None if self.picked < 0 else self.predictions[self.picked]
+        """The chosen prediction, or None if no candidate is feasible."""
+        if self.picked < 0:
+            return None
+        return self.predictions[self.picked]
 
     def lines(self) -> Sequence[str]:
         """Describe the choice, its reasons and its assumptions, one line each."""
-        head = (
-            "nothing can be chosen"
-            if self.chosen_prediction is None
-            else f"chosen: {self.chosen_prediction.candidate.name}"
-        )
+        title = "nothing can be chosen"
+        if self.chosen_prediction is not None:
+            title = f"chosen: {self.chosen_prediction.candidate.name}"
         if self.took_s:
-            head += f" ({self.took_s:.1f} s)"
-        return [
-            head,
-            *(f"  - {line}" for line in self.why),
-            *(["assumed:"] if self.assumptions else []),
-            *(f"  - {line}" for line in self.assumptions),
-        ]
+            title += f" ({self.took_s:.1f} s)"
+
+        lines = [title]
+        for reason in self.why:
+            lines.append(f"  - {reason}")
+        if self.assumptions:
+            lines.append("assumed:")
+        for assumption in self.assumptions:
+            lines.append(f"  - {assumption}")
+        return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, including derived ones."""
+        """Return the fields as JSON values, with values of properties that readers of the file need."""
         value = asdict(self)
         for entry, prediction in zip(value["predictions"], self.predictions, strict=True):
             entry["name"] = prediction.candidate.name
@@ -323,5 +342,7 @@ class Choice:
             entry["bytes_outside"] = prediction.inter_server_bytes
             entry["bytes_inside"] = prediction.intra_server_bytes
 
-        value["chosen"] = None if self.chosen_prediction is None else self.chosen_prediction.candidate.name
+        value["chosen"] = None
+        if self.chosen_prediction is not None:
+            value["chosen"] = self.chosen_prediction.candidate.name
         return value

@@ -40,15 +40,18 @@ from dglx_dist.training.tasks import check_inputs, gather_input_rows
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-LEAST_S, MOST_SHARE = 15.0, 0.02
-"""Minimum time for opening candidates, and its share of the training. The rounds take as long again."""
+LEAST_S = 15.0
+"""Time in seconds that opening the candidates may always take. The rounds take as long again."""
+MOST_SHARE = 0.02
+"""Share of the training that opening the candidates may take, if that is longer than :data:`LEAST_S`."""
 _TURN_S = 0.1
 """Minimum duration of a first turn."""
 _LEAST_STEPS = 3
 """Minimum number of steps of a first turn."""
 _WARM_STEPS = 2
 """Number of steps before a turn that begins within an epoch."""
-_TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
+_TURNS_OF_ROUND = 3
+_MOST_ROUNDS = 4
 _CLEARLY = 1.2
 """Candidates slower by this factor are dropped at once. Epochs of the same run differ by a tenth."""
 _LEAST_TRIED = 2
@@ -80,17 +83,21 @@ class TrialConfig:
 @final
 @dataclass(kw_only=True)
 class _Contestant:
-    place: int
+    """An open candidate and the times of its turns."""
+
+    index: int
     """Index of the candidate among the predictions."""
     run: CandidateRun
     seconds: list[float] = field(default_factory=list)
     """Seconds of an epoch by turn."""
     steps: int = 0
+    """Number of timed steps."""
 
     @property
     def steps_of_turn(self) -> int:
         """Number of steps that take at least ``_TURN_S``, equal on all ranks."""
-        return max(_WARM_STEPS, math.ceil(_TURN_S * self.run.num_steps / self.seconds[0]))
+        num_steps = math.ceil(_TURN_S * self.run.num_steps / self.seconds[0])
+        return max(_WARM_STEPS, num_steps)
 
     @property
     def trial(self) -> Trial:
@@ -124,7 +131,8 @@ def run_trials(
             # Closing the open candidates would wait for ranks that have failed.
             stack.pop_all()
             raise
-        return race.predictions, [race.predictions[index].candidate.name for index in race.finalists]
+        finalists = [race.predictions[index].candidate.name for index in race.finalists]
+        return race.predictions, finalists
 
 
 @final
@@ -138,17 +146,20 @@ class _Race:
     ) -> None:
         self.predictions = predictions
         self._config = config
-        self._begin = time.perf_counter()
-        self._notify, self._stack = notify, stack
+        self._notify = notify
+        self._stack = stack
         self._session = config.g.session
         self.running: list[_Contestant] = []
         self._closed_for_memory: list[int] = []
-        self._elapsed, self._num_opened = 0.0, 0
+        self._num_opened = 0
+        self._begin = time.perf_counter()
+        self._elapsed_s = 0.0
+        """Seconds since ``_begin`` on the clock of rank 0."""
 
     @property
     def finalists(self) -> list[int]:
         """Indices into ``predictions`` of the candidates that no turn has shown to be slower."""
-        return [*(contestant.place for contestant in self.running), *self._closed_for_memory]
+        return [contestant.index for contestant in self.running] + self._closed_for_memory
 
     def open_all(self) -> None:
         """Open the feasible candidates and let each take a first turn.
@@ -159,26 +170,30 @@ class _Race:
         indices[1:] = sorted(indices[1:], key=lambda index: self.predictions[index].network_s)
         for index in indices:
             prediction = self.predictions[index]
-            if reason := self._find_obstacle(prediction):
+            reason = self._find_obstacle(prediction)
+            if reason:
                 self.predictions[index] = replace(prediction, not_tried=reason)
                 continue
+
             self._make_room(prediction)
             self._notify(f"trying {prediction.candidate.name}")
-            if problem := self._open(index):
-                self.predictions[index] = replace(prediction, why_not=problem)
+            refusal = self._open(index)
+            if refusal:
+                self.predictions[index] = replace(prediction, why_not=refusal)
 
     def halve(self) -> None:
         """Let the candidates alternate, and drop the slower half, until the remaining ones are equal."""
-        # First turns are not reliable, because opening has read files and allocated memory.
         turn_factor = 1
         self._begin = time.perf_counter()
-        self._elapsed = 0.0
+        self._elapsed_s = 0.0
 
         for round_index in range(_MOST_ROUNDS):
             if self._are_equal() or self._is_over():
                 break
             self._notify(f"round {round_index + 1}: {len(self.running)} candidates")
             for contestant in self.running * _TURNS_OF_ROUND:
+                # First turns are not reliable, because opening has read files and allocated memory. So each
+                # candidate takes a second turn, even if the time is over.
                 is_late = self._is_over() and len(contestant.seconds) > 1
                 if is_late or contestant not in self.running:
                     continue
@@ -191,25 +206,32 @@ class _Race:
             self._record_trial(contestant)
 
     def _drop_slower(self) -> None:
+        """Drop the slower half of the candidates, and those that are much slower than the fastest."""
         ordered = sorted(self.running, key=self._weigh_seconds)
         if not ordered:  # the strategies have refused all candidates in this round
             return
 
         # The negations round up, so that the larger half stays.
-        half = -(-len(ordered) // 2)
+        num_kept = -(-len(ordered) // 2)
         best = ordered[0]
-        high = _CLEARLY * best.trial.high * self._weight(best)
-        limit = NEAR * self._weigh_seconds(best)
+        slow_limit = _CLEARLY * best.trial.high * self._weight(best)
+        tie_limit = NEAR * self._weigh_seconds(best)
         for index, contestant in enumerate(ordered):
-            is_slower = contestant.trial.low * self._weight(contestant) > high
+            is_much_slower = contestant.trial.low * self._weight(contestant) > slow_limit
             # The simplest of several equal candidates will win, so all of them stay.
-            if is_slower or (index >= half and self._weigh_seconds(contestant) > limit):
+            is_slower = index >= num_kept and self._weigh_seconds(contestant) > tie_limit
+            if is_much_slower or is_slower:
                 self._drop(contestant)
 
     def _are_equal(self) -> bool:
-        costs = [self._weigh_seconds(contestant) for contestant in self.running]
-        is_timed = all(len(contestant.seconds) > _TURNS_OF_ROUND for contestant in self.running)
-        return len(costs) < 2 or (is_timed and max(costs) <= NEAR * min(costs))
+        """Return whether no more than one candidate runs, or all of them are timed and equally fast."""
+        if len(self.running) < 2:
+            return True
+        for contestant in self.running:
+            if len(contestant.seconds) <= _TURNS_OF_ROUND:
+                return False
+        seconds = [self._weigh_seconds(contestant) for contestant in self.running]
+        return max(seconds) <= NEAR * min(seconds)
 
     def _drop(self, contestant: _Contestant) -> None:
         self._record_trial(contestant)
@@ -217,81 +239,92 @@ class _Race:
         self.running.remove(contestant)
 
     def _weight(self, contestant: _Contestant) -> float:
-        return self._config.constraints.weight(self.predictions[contestant.place].candidate)
+        return self._config.constraints.weight(self.predictions[contestant.index].candidate)
 
     def _weigh_seconds(self, contestant: _Contestant) -> float:
         return contestant.trial.seconds * self._weight(contestant)
 
     def _record_trial(self, contestant: _Contestant) -> None:
-        index = contestant.place
+        index = contestant.index
         self.predictions[index] = replace(self.predictions[index], trial=contestant.trial)
 
     def _is_over(self) -> bool:
+        """Return whether the time for the choice is over, equal on all ranks."""
         # A choice needs at least two candidates.
         if self._num_opened < _LEAST_TRIED:
             return False
-        fastest = min((contestant.trial.seconds for contestant in self.running), default=0.0)
-        return self._elapsed > max(LEAST_S, MOST_SHARE * self._config.epochs * fastest)
+        fastest_s = min((contestant.trial.seconds for contestant in self.running), default=0.0)
+        return self._elapsed_s > max(LEAST_S, MOST_SHARE * self._config.epochs * fastest_s)
 
     def _find_obstacle(self, prediction: Prediction) -> str:
-        best = min(map(self._weigh_seconds, self.running), default=math.inf)
+        """Return why the candidate need not be tried, or ""."""
+        best_s = min(map(self._weigh_seconds, self.running), default=math.inf)
+        network_s = prediction.network_s * self._config.constraints.weight(prediction.candidate)
         # Rows between accelerators do not use the measured links.
-        is_bound = prediction.bytes_exact and self._config.g.session.device.type == "cpu"
-        if is_bound and prediction.network_s * self._config.constraints.weight(prediction.candidate) > best:
+        is_lower_bound = prediction.bytes_exact and self._session.device.type == "cpu"
+        if is_lower_bound and network_s > best_s:
             return f"its bytes alone take {prediction.network_s:.3g} s, longer than the fastest candidate"
         return "the time for the choice is over" if self._is_over() else ""
 
     def _make_room(self, prediction: Prediction) -> None:
-        # The memory that all candidates share exists once.
+        """Close the slowest candidates until the memory is large enough for one more."""
         config = self._config
-        free_bytes = config.memory_bytes - config.base_bytes
+        while self.running:
+            # The memory that all candidates share exists once.
+            needed_bytes = config.base_bytes
+            open_predictions = [self.predictions[contestant.index] for contestant in self.running]
+            for candidate in (prediction, *open_predictions):
+                needed_bytes += max(candidate.memory_bytes - config.base_bytes, 0)
+            if needed_bytes <= config.memory_bytes:
+                return
 
-        def sum_needs() -> int:
-            candidates = (prediction, *(self.predictions[contestant.place] for contestant in self.running))
-            return sum(max(candidate.memory_bytes - config.base_bytes, 0) for candidate in candidates)
-
-        while self.running and sum_needs() > free_bytes:
             slowest = max(self.running, key=self._weigh_seconds)
             self._drop(slowest)
-            self._closed_for_memory.append(slowest.place)
+            self._closed_for_memory.append(slowest.index)
 
     def _open(self, index: int) -> str:
         """Open a candidate and time its first turn. Return the reason if a rank refuses it."""
         runs: list[CandidateRun] = []
 
         def open_run() -> tuple[float, int]:
-            runs.append(CandidateRun(self.predictions[index].candidate, self._config))
-            self._stack.callback(runs[0].close)
-            return runs[0].take_turn(_LEAST_STEPS)
+            run = CandidateRun(self.predictions[index].candidate, self._config)
+            runs.append(run)
+            self._stack.callback(run.close)
+            return run.take_turn(_LEAST_STEPS)
 
-        seconds, steps, problem = self._run_turn(index, open_run)
+        seconds, num_steps, refusal = self._run_turn(index, open_run)
         self._num_opened += 1
-        if not problem:
-            self.running.append(_Contestant(place=index, run=runs[0], seconds=[seconds], steps=steps))
+        if not refusal:
+            self.running.append(_Contestant(index=index, run=runs[0], seconds=[seconds], steps=num_steps))
         elif runs:
+            # Another rank has refused the candidate that this rank has opened.
             runs[0].close()
+        return refusal
 
-        return problem
-
-    def _time_turn(self, contestant: _Contestant, steps: int) -> None:
-        index = contestant.place
-        seconds, steps_taken, problem = self._run_turn(index, lambda: contestant.run.take_turn(steps))
-        if problem:
+    def _time_turn(self, contestant: _Contestant, num_steps: int) -> None:
+        """Time a turn of about ``num_steps``. Drop the candidate if the strategy refuses on a rank."""
+        index = contestant.index
+        seconds, num_timed, refusal = self._run_turn(index, lambda: contestant.run.take_turn(num_steps))
+        if refusal:
             self._drop(contestant)
-            self.predictions[index] = replace(self.predictions[index], why_not=problem)
+            self.predictions[index] = replace(self.predictions[index], why_not=refusal)
             return
         contestant.seconds.append(seconds)
-        contestant.steps += steps_taken
+        contestant.steps += num_timed
 
-    def _run_turn(self, index: int, time_turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
-        """Return the seconds of the slowest rank, the steps, and the reason if the strategy refuses."""
+    def _run_turn(self, index: int, take_turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
+        """Let the candidate at ``index`` take a turn on all ranks.
+
+        Return the seconds of an epoch on the slowest rank, the number of timed steps, and the reason if a
+        rank refuses the candidate, otherwise "".
+        """
         seconds = 0.0
-        steps = 0
+        num_steps = 0
         refusal = ""
         try:
-            seconds, steps = time_turn()
+            seconds, num_steps = take_turn()
         except ConfigError as error:
-            # Strategies raise it on all ranks alike.
+            # A strategy raises this error on all ranks.
             refusal = first_sentence(error)
         except (MemoryError, RuntimeError) as error:
             # Other ranks may be in an exchange with this one, so the job must end.
@@ -301,13 +334,13 @@ class _Race:
                 f"{AUTO!r}, or exclude candidates with its option memory."
             ) from error
 
-        elapsed = time.perf_counter() - self._begin
-        reports = gather_json([seconds, steps, refusal, elapsed], self._session)
-
+        elapsed_s = time.perf_counter() - self._begin
+        reports = gather_json([seconds, num_steps, refusal, elapsed_s], self._session)
+        all_seconds, all_steps, refusals, all_elapsed_s = zip(*reports, strict=True)
         # The clock of rank 0 decides for all ranks whether the time is over.
-        self._elapsed = float(reports[0][3])
-        refusal = next((str(report[2]) for report in reports if report[2]), "")
-        return max(float(report[0]) for report in reports), int(reports[0][1]), refusal
+        self._elapsed_s = float(all_elapsed_s[0])
+        first_refusal = next(filter(None, refusals), "")
+        return max(map(float, all_seconds)), int(all_steps[0]), str(first_refusal)
 
 
 @final
@@ -320,10 +353,13 @@ class CandidateRun:
     def __init__(self, candidate: Candidate, config: TrialConfig) -> None:
         self._g = config.g
         self._device = find_float_parameter(config.model).device
-        self._inputs, self._ntype = config.inputs, config.ntype
+        self._inputs = config.inputs
+        self._ntype = config.ntype
         check_inputs(config.g, config.inputs, candidate.strategy)
         strategy = STRATEGIES.get(candidate.strategy)
-        self._cache = None if candidate.cache is None else self._fill_cache(candidate, config.draws)
+        self._cache = None
+        if candidate.cache is not None:
+            self._cache = self._fill_cache(candidate, config.draws)
 
         with ExitStack() as stack:
             opened = strategy(self._g.session, candidate.options).open(self._g)
@@ -331,7 +367,8 @@ class CandidateRun:
             self._loader = _open_loader(opened, candidate, config)
             self._model = opened.wrap(copy.deepcopy(config.model).train())
             self._optimizer = make_optimizer(self._model)
-            self._trainer, self._epochs = None, 0
+            self._trainer = None
+            self._num_epochs = 0
             if not strategy.traits.own_loop:
                 objective = Objective(loss=cross_entropy)
                 self._trainer = self._model.trainer(self._loader, self._optimizer, objective)
@@ -339,8 +376,11 @@ class CandidateRun:
                 stack.callback(self._trainer.close)
 
             # The first steps allocate memory, compile kernels and read files.
-            with self._cache_in_use():
-                self._take_epochs(1) if self._trainer or len(self._loader) == 1 else self._take_steps(1)
+            with self._install_cache():
+                if self._trainer is not None or self.num_steps == 1:
+                    self._take_epochs(1)
+                else:
+                    self._train_on(islice(iter(self._loader), 1))
             self._stack = stack.pop_all()
 
     @property
@@ -353,20 +393,23 @@ class CandidateRun:
         self._stack.close()
         self._cache = None
 
-    def take_turn(self, steps: int) -> tuple[float, int]:
-        """Return the seconds of an epoch, measured over ``steps`` steps or epochs, and the timed steps."""
-        num_steps = self.num_steps
-        with self._cache_in_use():
-            if self._trainer is not None or num_steps <= steps:
-                epochs = -(-steps // num_steps)
-                seconds = self._time(lambda: self._take_epochs(epochs)) / epochs
-                steps = epochs * num_steps
-            else:
-                steps = min(steps, num_steps - _WARM_STEPS)
-                batches = iter(self._loader)
-                self._train_on(islice(batches, _WARM_STEPS))
-                seconds = self._time(lambda: self._train_on(islice(batches, steps))) / steps * num_steps
-        return seconds, steps
+    def take_turn(self, num_steps: int) -> tuple[float, int]:
+        """Train for about ``num_steps`` steps. Return the seconds of an epoch and the number of timed steps.
+
+        A trainer, and a turn that is not shorter than an epoch, trains for whole epochs.
+        """
+        epoch_steps = self.num_steps
+        with self._install_cache():
+            if self._trainer is not None or epoch_steps <= num_steps:
+                num_epochs = math.ceil(num_steps / epoch_steps)
+                seconds = self._time(lambda: self._take_epochs(num_epochs))
+                return seconds / num_epochs, num_epochs * epoch_steps
+
+            num_timed = min(num_steps, epoch_steps - _WARM_STEPS)
+            batches = iter(self._loader)
+            self._train_on(islice(batches, _WARM_STEPS))
+            seconds = self._time(lambda: self._train_on(islice(batches, num_timed)))
+            return seconds / num_timed * epoch_steps, num_timed
 
     def _time(self, action: Callable[[], None]) -> float:
         synchronize(self._device)
@@ -378,14 +421,11 @@ class CandidateRun:
 
     def _take_epochs(self, num_epochs: int) -> None:
         if self._trainer is not None:
-            self._trainer.run(self._epochs, num_epochs)
-            self._epochs += num_epochs
+            self._trainer.run(self._num_epochs, num_epochs)
+            self._num_epochs += num_epochs
             return
         for _ in range(num_epochs):
             self._train_on(self._loader)
-
-    def _take_steps(self, num_steps: int) -> None:
-        self._train_on(islice(iter(self._loader), num_steps))
 
     def _train_on(self, batches: Iterable[Any]) -> None:
         for batch in batches:
@@ -399,6 +439,7 @@ class CandidateRun:
                     self._inputs.drop_gradients()
 
     def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:
+        """Fill a cache for ``candidate``, restore the one of the column, and return the filled cache."""
         assert draws is not None, "caches belong to mini-batches"
         uncached = self._find_column()
         fill_cache(self._g, candidate, draws.fanouts, draws.batch_size)
@@ -411,8 +452,8 @@ class CandidateRun:
         return self._g.kvstore.column(key)
 
     @contextmanager
-    def _cache_in_use(self) -> Iterator[None]:
-        # All candidates share the columns, so each installs its cache only during its turns.
+    def _install_cache(self) -> Iterator[None]:
+        """Use the cache of this candidate in the block. All candidates share the columns of the store."""
         if self._cache is None:
             yield
             return
@@ -436,21 +477,26 @@ def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 
 
 def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConfig) -> Any:
+    """Return the loader of ``candidate`` over the training nodes."""
     g = config.g
     draws = config.draws
-    inputs = config.inputs
     ntype = config.ntype
-    takes_all = draws is None or STRATEGIES.get(candidate.strategy).traits.unit == "full_graph"
-    fanouts = [-1] * config.num_layers if draws is None or takes_all else list(draws.fanouts)
-    labels = {ntype: [LABEL]} if LABEL in g.nodes[ntype].data else None
-    feats = {ntype: [FEATURE]}
-    if inputs is not None:
-        feats = {name: [inputs.feature] for name in inputs.feature_widths}
-    sampler = dgl.dataloading.NeighborSampler(fanouts, prefetch_node_feats=feats, prefetch_labels=labels)
     options: dict[str, Any] = {}
-    if draws is not None and not takes_all:
+    fanouts = [-1] * config.num_layers
+    if draws is not None and STRATEGIES.get(candidate.strategy).traits.unit != "full_graph":
+        fanouts = list(draws.fanouts)
         options |= {"batch_size": draws.batch_size, "shuffle": True}
-    if (device := find_float_parameter(config.model).device) != g.session.device:
+
+    features = {ntype: [FEATURE]}
+    if config.inputs is not None:
+        features = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
+    labels = None
+    if LABEL in g.nodes[ntype].data:
+        labels = {ntype: [LABEL]}
+    sampler = dgl.dataloading.NeighborSampler(fanouts, prefetch_node_feats=features, prefetch_labels=labels)
+
+    device = find_float_parameter(config.model).device
+    if device != g.session.device:
         options["device"] = device
     seeds: Any = node_split(g.nodes[ntype].data[TRAIN_MASK], g.get_partition_book(), ntype)
     if len(g.ntypes) > 1:
@@ -460,25 +506,32 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
 
 @contextmanager
 def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
-    """Restore random state, ledger, counters and files after the block. Every rank must enter it.
+    """Restore random state, ledger, counters and files after the block. Every rank must enter the block.
 
     Training draws the same random numbers as without trials. Files that strategies store beside the dataset
     go to a separate folder, which is removed.
     """
-    session, cache = g.session, g.dataset.cache
-    ledger_before = session.ledger.snapshot()
+    session = g.session
+    cache = g.dataset.cache
     trace = session.trace
-    shares = session.step_share, session.model_share
+    ledger_before = session.ledger.snapshot()
+    step_share = session.step_share
+    model_share = session.model_share
+
+    # All ranks use the folder of rank 0.
     parent = g.dataset.folder / CACHE
     folder = parent / str(broadcast_json(partial_name(parent / "trials").name, session))
     g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)
     session.trace = None
+    gpus = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), g.kvstore.pause_counting():
+        with torch.random.fork_rng(gpus), g.kvstore.pause_counting():
             yield
     finally:
-        g.dataset.cache, session.trace = cache, trace
-        session.step_share, session.model_share = shares
+        g.dataset.cache = cache
+        session.trace = trace
+        session.step_share = step_share
+        session.model_share = model_share
         session.ledger.restore(ledger_before)
 
     barrier(session, "the end of the trials")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import dgl
 import numpy as np
@@ -53,8 +53,14 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-Inputs: TypeAlias = tuple[Array, int]
-"""Remote input rows of a batch, and the bytes of the batch without columns."""
+class Inputs(NamedTuple):
+    """Inputs of a batch of a graph of one type, as far as a cache must know them."""
+
+    remote_ids: Array
+    """(K,) int64 input nodes of other servers."""
+    num_bytes: int
+    """Bytes of the batch without columns."""
+
 
 EDGE_BYTES = 24
 """Bytes of a returned edge: source, destination and id."""
@@ -66,7 +72,7 @@ class RankCount:
 
     seeds: int
     steps: int
-    """Number of batches of the rank's loader, counted or not. In a job it is equal on all ranks."""
+    """Number of batches of the rank's loader, counted or not. All ranks of a job have the same number."""
     counted_steps: int
     remote_rows: dict[str, int]
     """Number of input rows that other servers own, by node type."""
@@ -83,7 +89,7 @@ class RankCount:
     requested: int
     """Number of nodes of other servers for which in-edges were drawn."""
     returned: int
-    """Number of in-edges drawn for them."""
+    """Number of in-edges drawn for these nodes."""
     largest: list[list[int]]
     """(3, L) sources, targets and edges of the batch with the most input rows."""
     first_sources: dict[str, int] = field(default_factory=dict)
@@ -113,26 +119,35 @@ class RowSizes:
 
 def read_row_sizes(g: DistGraph, gradients: int, ntype: str | None = None, *, partitioned: bool) -> RowSizes:
     """Return the sizes of the rows of ``g``. Labels are those of ``ntype``, by default the only type."""
+    feature_bytes = {}
+    for name in g.ntypes:
+        if FEATURE in g.nodes[name].data:
+            feature_bytes[name] = _get_row_bytes(g.nodes[name].data[FEATURE])
+    label_bytes = None
+    label_data = g.nodes[ntype or g.ntypes[0]].data
+    if LABEL in label_data:
+        label_bytes = _get_row_bytes(label_data[LABEL])
 
-    def read_size(ntype: str, name: str) -> int:
-        column = g.nodes[ntype].data[name]
-        return math.prod(column.shape[1:]) * column.dtype.itemsize
-
-    ntype = ntype or g.ntypes[0]
     return RowSizes(
-        features={name: read_size(name, FEATURE) for name in g.ntypes if FEATURE in g.nodes[name].data},
-        label=read_size(ntype, LABEL) if LABEL in g.nodes[ntype].data else None,
+        features=feature_bytes,
+        label=label_bytes,
         gradients=gradients,
         partitioned=partitioned,
         etypes=tuple(g.canonical_etypes),
     )
 
 
+def _get_row_bytes(column: Any) -> int:
+    row_bytes: int = math.prod(column.shape[1:]) * column.dtype.itemsize
+    return row_bytes
+
+
 def count_rank(
     g: DistGraph,
     draws: Draws,
     seeds: Array,
-    placement: tuple[Topology, Mapping[str, Array]],
+    topology: Topology,
+    bounds: Mapping[str, Array],
     *,
     ntype: str | None = None,
     inputs_of: list[Inputs] | None = None,
@@ -140,18 +155,22 @@ def count_rank(
     """Build and count the batches of one rank. ``g`` may be open on one rank. All ranks call this.
 
     Args:
+        g: The graph, which has the structure that the batches need.
+        draws: Parameters of the batches.
         seeds: (K,) int64 marked nodes of all ranks, ascending. The rank counts its share.
-        placement: Topology of the rank, and the (S + 1,) int64 first node of each server by node type.
+        topology: Topology of the rank.
+        bounds: (S + 1,) int64 first node of each server by node type.
         ntype: Type of the seeds. None: the only one.
-        inputs_of: The remote inputs of each batch of a graph of one type are appended to this list.
+        inputs_of: The inputs of each batch of a graph of one type are appended to this list.
     """
-    topology, bounds = placement
     ntype = ntype or g.ntypes[0]
-    own_seeds = split_ids(seeds, bounds[ntype], topology, force_even=draws.force_even)[: draws.most_seeds]
+    rank_seeds = split_ids(seeds, bounds[ntype], topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
-    loader = DataLoader(g, {ntype: own_seeds}, sampler, batch_size=draws.batch_size, **options)
-    counter = _BatchCounter(g, ntype, placement, len(draws.fanouts))
+    loader = DataLoader(g, {ntype: rank_seeds}, sampler, batch_size=draws.batch_size, **options)
+
+    # The stages of the loader draw the batches of a run, but fetch no rows here.
+    counter = _BatchCounter(g, ntype, topology, bounds, len(draws.fanouts))
     steps = range(len(loader))[: draws.most_batches]
     stages = loader.open_stages(draws.epoch, lambda: iter(steps), claims=False)
     for step in steps:
@@ -161,7 +180,7 @@ def count_rank(
 
     sources, targets, edges = counter.sizes.tolist()
     return RankCount(
-        seeds=len(own_seeds),
+        seeds=len(rank_seeds),
         steps=len(loader),
         counted_steps=len(steps),
         remote_rows=dict(counter.remote_rows),
@@ -184,18 +203,18 @@ class _BatchCounter:
     """Sums over the batches of one rank."""
 
     def __init__(
-        self, g: DistGraph, ntype: str, placement: tuple[Topology, Mapping[str, Array]], num_layers: int
+        self, g: DistGraph, ntype: str, topology: Topology, bounds: Mapping[str, Array], num_layers: int
     ) -> None:
-        topology, bounds = placement
-        server = topology.server
         self._g = g
         self._ntype = ntype
-        self._server_ranges = {
-            name: (int(starts[server]), int(starts[server + 1])) for name, starts in bounds.items()
-        }
-        self._rank_ranges = {
-            name: RowOwners(starts, topology).get_range(topology.rank) for name, starts in bounds.items()
-        }
+        # Nodes of this rank's server, and of this rank, as (first, end) by type.
+        self._server_ranges: dict[str, tuple[int, int]] = {}
+        self._rank_ranges: dict[str, tuple[int, int]] = {}
+        for name, starts in bounds.items():
+            first, end = starts[topology.server : topology.server + 2].tolist()
+            self._server_ranges[name] = (first, end)
+            self._rank_ranges[name] = RowOwners(starts, topology).get_range(topology.rank)
+
         self.sizes = np.zeros((3, num_layers), np.int64)
         """Sources, targets and edges of each layer, summed over the batches."""
         self.largest = np.zeros((3, num_layers), np.int64)
@@ -210,27 +229,31 @@ class _BatchCounter:
         self.first_edges = np.zeros(len(g.canonical_etypes), np.int64)
 
     def add(self, batch: MiniBatch) -> Inputs:
-        """Count ``batch``. Return its remote input rows of the type of the seeds, and its size in bytes."""
+        """Count ``batch``. Return its inputs of the type of the seeds."""
         ntype = self._ntype
-        inputs = _by_type(batch.input_nodes, self._g)
-        for name, ids in inputs.items():
+        input_ids = _by_type(batch.input_nodes, self._g)
+        for name, ids in input_ids.items():
             num_remote = int(_is_outside(ids, self._server_ranges[name]).sum())
+            num_foreign = int(_is_outside(ids, self._rank_ranges[name]).sum())
             self.remote_rows[name] += num_remote
-            self.peer_rows[name] += int(_is_outside(ids, self._rank_ranges[name]).sum()) - num_remote
-
+            self.peer_rows[name] += num_foreign - num_remote
         targets = _by_type(batch.output_nodes, self._g)[ntype]
         self.remote_seeds += int(_is_outside(targets, self._server_ranges[ntype]).sum())
 
         sizes = np.array(count_block_sizes(batch.blocks))
         self.sizes += sizes
-        self.largest = max(self.largest, sizes, key=lambda sizes: int(sizes[0, 0]))
+        if sizes[0, 0] > self.largest[0, 0]:
+            self.largest = sizes
         self._add_first_block(batch.blocks[0])
         for block in batch.blocks:
             self._add_requests(block)
 
-        num_offsets = int(sizes[1].sum()) + sizes.shape[1]
-        remote_ids = inputs[ntype][_is_outside(inputs[ntype], self._server_ranges[ntype])]
-        return remote_ids, count_batch_bytes(len(inputs[ntype]), num_offsets, int(sizes[2].sum()))
+        ids = input_ids[ntype]
+        _, num_targets, num_edges = sizes.sum(axis=1).tolist()
+        # A block has an offset for each target, and one more.
+        num_offsets = num_targets + len(batch.blocks)
+        num_bytes = count_batch_bytes(len(ids), num_offsets, num_edges)
+        return Inputs(ids[_is_outside(ids, self._server_ranges[ntype])], num_bytes)
 
     def _add_first_block(self, block: Any) -> None:
         for name in self._g.ntypes:
@@ -241,68 +264,89 @@ class _BatchCounter:
     def _add_requests(self, block: Any) -> None:
         """Count the nodes of other servers for which in-edges were drawn, and these edges."""
         for etype in self._g.canonical_etypes:
-            nodes = block.dstnodes[etype[2]].data[dgl.NID].numpy()
-            is_remote = _is_outside(nodes, self._server_ranges[etype[2]])
+            target_type = etype[2]
+            nodes = block.dstnodes[target_type].data[dgl.NID].numpy()
+            is_remote = _is_outside(nodes, self._server_ranges[target_type])
             self.requested += int(is_remote.sum())
             self.returned += int(block.in_degrees(etype=etype).numpy()[is_remote].sum())
 
 
 def _by_type(nodes: Tensor | Mapping[str, Tensor], g: DistGraph) -> dict[str, Array]:
     """Return (K,) int64 ids by node type. A tensor has the ids of the only type."""
-    tensors = {g.ntypes[0]: nodes} if isinstance(nodes, Tensor) else nodes
-    return {ntype: ids.numpy() for ntype, ids in tensors.items()}
+    if isinstance(nodes, Tensor):
+        return {g.ntypes[0]: nodes.numpy()}
+    return {ntype: ids.numpy() for ntype, ids in nodes.items()}
 
 
 def simulate_look_ahead(
-    epochs: Sequence[Sequence[Inputs]], alpha: float, placement: tuple[Topology, Array], row_bytes: int
+    epochs: Sequence[Sequence[Inputs]], alpha: float, topology: Topology, bounds: Array, row_bytes: int
 ) -> tuple[int, int]:
-    """Return (hits in the last epoch, bytes) of a rank's look-ahead cache.
+    """Return the hits in the last epoch, and the bytes, of a rank's look-ahead cache.
 
     The simulation runs the loader's code on the input nodes of each batch in ``epochs``, but fetches no rows.
-    The caches of a server's ranks have ``alpha`` times as many rows as the server owns. ``placement`` is the
-    topology of the rank, and the (S + 1,) bounds of the rows of the servers.
+    The caches of a server's ranks have ``alpha`` times as many rows as the server owns. ``bounds`` has the
+    (S + 1,) first row of each server.
     """
-    (topology, bounds), server = placement, placement[0].server
-    own_range = (int(bounds[server]), int(bounds[server + 1]))
+    first, end = bounds[topology.server : topology.server + 2].tolist()
     num_rows = int(bounds[-1])
-    count = count_rows_of_rank(alpha, own_range, num_rows, len(topology.ranks_of_server(server)))
-    rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own_range, num_rows)
-    waiting = 0
-    extra = 0
-    hits = 0
+    ranks_of_server = topology.ranks_of_server(topology.server)
+    capacity = count_rows_of_rank(alpha, (first, end), num_rows, len(ranks_of_server))
 
-    def announce(epoch: Sequence[Inputs]) -> Iterator[_Announced]:
-        nonlocal waiting
-        for ids, num_bytes in epoch:
-            waiting += num_bytes
-            yield _Announced(inputs={FEATURE: ids}, num_bytes=num_bytes)
-
-    def fetch(batch: _Announced) -> None:
-        nonlocal waiting, extra
-        plan = plan_remote(batch.inputs[FEATURE], bounds, server, rows.table, distinct=True)
-        store = rows.admit(plan)
-        extra = max(extra, waiting + rows.num_bytes)
-        waiting = waiting - batch.num_bytes
-        store(rows.rows)
-        batch.hits = len(plan.hit_positions)
-
+    # The rows of the simulated cache are empty.
+    info = ColumnInfo(dtype="uint8", row_shape=(0,))
+    simulation = _CacheSimulation(LookAheadRows(capacity, info, (first, end), num_rows), topology, bounds)
+    num_hits = 0
     for epoch in epochs:
-        rows.claim()
-        hits = sum(batch.hits for batch in look_ahead(announce(epoch), {FEATURE: rows}, fetch))
-        rows.release()
+        num_hits = simulation.run_epoch(epoch)
+    return num_hits, capacity * row_bytes + simulation.max_bytes
 
-    return hits, count * row_bytes + extra
+
+@final
+class _CacheSimulation:
+    """A rank's look-ahead cache that takes rows without values."""
+
+    def __init__(self, rows: LookAheadRows, topology: Topology, bounds: Array) -> None:
+        self._rows = rows
+        self._server = topology.server
+        self._bounds = bounds
+        self._waiting_bytes = 0
+        self.max_bytes = 0
+        """Largest size of the tables of the cache and of the batches that are drawn ahead."""
+
+    def run_epoch(self, epoch: Sequence[Inputs]) -> int:
+        """Return the number of remote rows of ``epoch`` that the cache has."""
+        self._rows.claim()
+        batches = look_ahead(self._announce(epoch), {FEATURE: self._rows}, self._fetch)
+        num_hits = sum(batch.hits for batch in batches)
+        self._rows.release()
+        return num_hits
+
+    def _announce(self, epoch: Sequence[Inputs]) -> Iterator[_Announced]:
+        for inputs in epoch:
+            self._waiting_bytes += inputs.num_bytes
+            yield _Announced(inputs={FEATURE: inputs.remote_ids}, num_bytes=inputs.num_bytes)
+
+    def _fetch(self, batch: _Announced) -> None:
+        plan = plan_remote(batch.inputs[FEATURE], self._bounds, self._server, self._rows.table, distinct=True)
+        store_rows = self._rows.admit(plan)
+        self.max_bytes = max(self.max_bytes, self._waiting_bytes + self._rows.num_bytes)
+        self._waiting_bytes -= batch.num_bytes
+        store_rows(self._rows.rows)
+        batch.hits = len(plan.hit_positions)
 
 
 @dataclass(kw_only=True)
 class _Announced:
+    """Batch of the simulation, with the fields that the loader's code reads."""
+
     inputs: Mapping[str, Array]
     num_bytes: int
     hits: int = 0
 
 
-def _is_outside(nodes: Any, own_range: tuple[int, int]) -> Any:
-    return (nodes < own_range[0]) | (nodes >= own_range[1])
+def _is_outside(nodes: Any, id_range: tuple[int, int]) -> Any:
+    first, end = id_range
+    return (nodes < first) | (nodes >= end)
 
 
 def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
@@ -316,37 +360,52 @@ def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list
 
 def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
     """Return the totals of the counts of all W ranks."""
-    steps = max(rank.steps for rank in ranks)
     world_size = len(ranks)
-    remote, peers, sources, targets = (
-        _sum_by_type([getattr(rank, name) for rank in ranks])
-        for name in ("remote_rows", "peer_rows", "first_sources", "first_targets")
+    num_steps = max(rank.steps for rank in ranks)
+    remote_rows = _sum_by_type([rank.remote_rows for rank in ranks])
+    peer_rows = _sum_by_type([rank.peer_rows for rank in ranks])
+
+    # Rows of types without features are trained.
+    feature_bytes = 0
+    trained_outside = 0
+    trained_inside = 0
+    for ntype, num_rows in remote_rows.items():
+        if ntype in sizes.features:
+            feature_bytes += (ID_BYTES + sizes.features[ntype]) * num_rows
+        else:
+            trained_outside += num_rows
+            trained_inside += peer_rows.get(ntype, 0)
+
+    # Without other servers, nobody is asked for in-edges.
+    sampling_bytes = 0
+    if sizes.partitioned and world_size > ranks_per_server:
+        for rank in ranks:
+            sampling_bytes += ID_BYTES * rank.requested + EDGE_BYTES * rank.returned
+    label_bytes = 0
+    if sizes.label is not None:
+        label_bytes = (ID_BYTES + sizes.label) * sum(rank.remote_seeds for rank in ranks)
+
+    first_edges = np.sum([rank.first_edges for rank in ranks], axis=0).astype(np.int64).tolist()
+    first_layer = TypedCounts(
+        batches=world_size * num_steps,
+        sources=_sum_by_type([rank.first_sources for rank in ranks]),
+        targets=_sum_by_type([rank.first_targets for rank in ranks]),
+        edges=dict(zip(sizes.etypes, first_edges, strict=False)),
     )
-    edges = np.sum([rank.first_edges for rank in ranks], axis=0).astype(np.int64).tolist()
-    sampling = sum(ID_BYTES * rank.requested + EDGE_BYTES * rank.returned for rank in ranks)
-    label_bytes = 0 if sizes.label is None else ID_BYTES + sizes.label
     return Survey(
-        steps=steps,
+        steps=num_steps,
         input_rows=sum(rank.sources[0] for rank in ranks),
-        remote_rows=sum(remote.values()),
+        remote_rows=sum(remote_rows.values()),
         edges=sum(sum(rank.edges) for rank in ranks),
         seeds_per_rank=[rank.seeds for rank in ranks],
-        feature_bytes=sum((ID_BYTES + sizes.features[name]) * remote[name] for name in sizes.features),
-        sampling_bytes=sampling if sizes.partitioned and world_size > ranks_per_server else 0,
-        label_bytes=label_bytes * sum(rank.remote_seeds for rank in ranks),
-        gradient_bytes=2 * (world_size - 1) * sizes.gradients * steps,
+        feature_bytes=feature_bytes,
+        sampling_bytes=sampling_bytes,
+        label_bytes=label_bytes,
+        gradient_bytes=2 * (world_size - 1) * sizes.gradients * num_steps,
         first_targets=sum(rank.targets[0] for rank in ranks),
         first_edges=sum(rank.edges[0] for rank in ranks),
-        trained_rows=TrainedRows(
-            outside=sum(count for name, count in remote.items() if name not in sizes.features),
-            inside=sum(count for name, count in peers.items() if name not in sizes.features),
-        ),
-        first_layer=TypedCounts(
-            batches=world_size * steps,
-            sources=sources,
-            targets=targets,
-            edges=dict(zip(sizes.etypes, edges, strict=False)),
-        ),
+        trained_rows=TrainedRows(outside=trained_outside, inside=trained_inside),
+        first_layer=first_layer,
     )
 
 
@@ -357,35 +416,48 @@ def _sum_by_type(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
     """Return the work of an epoch. Counts of a part of the epoch are scaled to the whole epoch."""
     scaled = [_scale_to_epoch(rank) for rank in ranks]
-    largest = max(scaled, key=lambda rank: rank.largest[0][0]).largest
+    sources, targets, edges = max(scaled, key=lambda rank: rank.largest[0][0]).largest
+    caches = []
+    for hits_of_ranks in zip(*(rank.caches for rank in scaled), strict=True):
+        caches.append(_join_cache_hits(hits_of_ranks))
+
     return BatchWork(
         survey=sum_counts(scaled, sizes, ranks_per_server=len(topology.ranks_of_server(0))),
-        largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
-        caches=tuple(map(_join_cache_hits, zip(*(rank.caches for rank in scaled), strict=True))),
+        largest=(tuple(sources), tuple(targets), tuple(edges)),
+        caches=tuple(caches),
         is_complete=all(rank.counted_steps >= rank.steps for rank in ranks),
     )
 
 
 def _join_cache_hits(ranks: Sequence[Mapping[str, Any]]) -> CacheHits:
-    sums = {name: sum(rank[name] for rank in ranks) for name in ("hits", "once_rows")}
-    maxima = {name: max(rank[name] for rank in ranks) for name in ("server_bytes", "rank_bytes")}
-    return CacheHits(**{**ranks[0], **sums, **maxima})
+    """Return the hits of a cache over all ``ranks``. The bytes are those of the largest cache."""
+    fields = dict(ranks[0])
+    for name in ("hits", "once_rows"):
+        fields[name] = sum(rank[name] for rank in ranks)
+    for name in ("server_bytes", "rank_bytes"):
+        fields[name] = max(rank[name] for rank in ranks)
+    return CacheHits(**fields)
 
 
 def _scale_to_epoch(count: RankCount) -> RankCount:
+    """Return ``count`` with the estimated counts of the whole epoch, if not all batches were counted."""
     if count.counted_steps >= count.steps or not count.counted_steps:
         return count
     # The factor compares targets, not steps, because the last batch of an epoch may be smaller.
     factor = count.seeds / max(count.targets[-1], 1)
 
-    def scale(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: scale(count) for name, count in value.items()}
-        return [scale(item) for item in value] if isinstance(value, list) else round(factor * value)
-
-    unscaled = ("seeds", "steps", "counted_steps", "largest", "caches")
-    values = {name: value if name in unscaled else scale(value) for name, value in vars(count).items()}
-    values["caches"] = [{**cache, "hits": scale(cache["hits"])} for cache in count.caches]
+    values = {}
+    for name, value in vars(count).items():
+        if name in ("seeds", "steps", "counted_steps", "largest"):
+            values[name] = value
+        elif name == "caches":
+            values[name] = [{**cache, "hits": round(factor * cache["hits"])} for cache in value]
+        elif isinstance(value, dict):
+            values[name] = {ntype: round(factor * number) for ntype, number in value.items()}
+        elif isinstance(value, list):
+            values[name] = [round(factor * number) for number in value]
+        else:
+            values[name] = round(factor * value)
     return RankCount(**values)
 
 
@@ -398,72 +470,100 @@ def count_batches(
 ) -> BatchWork:
     """Count an epoch of mini-batches, and the hits of several caches. Every rank must call this.
 
-    If all batches are counted, a cache that looks ahead begins with rows of the previous epoch.
+    ``caches`` has the policy and the size of each cache, as a fraction of the server's nodes. If all batches
+    are counted, a cache that looks ahead begins with rows of the previous epoch.
     """
-    partition = run.partition
-    edges = run.g.num_edges() * len(draws.fanouts) * partition.topology.world_size
-    policies = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
+    num_edges = run.g.num_edges() * len(draws.fanouts) * run.partition.topology.world_size
+    policies = [LOOK_AHEAD]
+    if run.in_job or num_edges <= _MOST_EDGES:
+        policies.append("vip")
     caches = [cache for cache in caches if cache[0] in policies]
-    looks_ahead = any(policy == LOOK_AHEAD for policy, _ in caches)
-    cached_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
+    vip_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
+
     counts = []
     for rank in run.ranks_here:
-        topology = partition.for_rank(rank)
-        placement = (topology, run.bounds)
-        inputs = list[Inputs]()
-        options: dict[str, Any] = {"ntype": run.ntype, "inputs_of": inputs if caches else None}
-        count = count_rank(run.g, draws, run.seeds, placement, **options)
-        previous: list[Inputs] = []
+        topology = run.partition.for_rank(rank)
+        count, epochs = _count_epochs(run, draws, caches, topology)
+        cache_hits = []
+        for policy, alpha in caches:
+            row_bytes = sizes.features[run.ntype]
+            if policy == LOOK_AHEAD:
+                bounds = run.partition.bounds
+                num_hits, rank_bytes = simulate_look_ahead(epochs, alpha, topology, bounds, row_bytes)
+                hits = CacheHits(policy=policy, alpha=alpha, hits=num_hits, rank_bytes=rank_bytes)
+            else:
+                hits = _count_vip_hits(
+                    alpha, vip_rows[topology.server, alpha], epochs[-1], topology, row_bytes
+                )
+            cache_hits.append(asdict(hits))
+        counts.append(asdict(replace(count, caches=cache_hits)))
 
-        # Counting is collective, and the condition is equal on all ranks.
-        if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
-            count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, placement, inputs_of=previous)
-        rows = [previous, inputs]
-        location = (topology, partition.bounds)
-        cache_hits = [
-            _count_cache(cache, location, rows, cached_rows, sizes.features[run.ntype]) for cache in caches
-        ]
-        counts.append(replace(count, caches=list(map(asdict, cache_hits))))
-
-    gathered = gather_json([asdict(count) for count in counts], run.g.session)
-    ranks = [RankCount(**count) for counts_here in gathered for count in counts_here]
-    return combine_counts(ranks, partition.topology, sizes)
+    ranks = []
+    for counts_of_process in gather_json(counts, run.g.session):
+        ranks += [RankCount(**count) for count in counts_of_process]
+    return combine_counts(ranks, run.partition.topology, sizes)
 
 
-def _count_cache(
-    cache: tuple[str, float],
-    location: tuple[Topology, Array],
-    epochs: Sequence[Sequence[Inputs]],
-    cached_rows: Mapping[tuple[int, float], Array],
-    row_bytes: int,
+def _count_epochs(
+    run: PlannedRun, draws: Draws, caches: Sequence[tuple[str, float]], topology: Topology
+) -> tuple[RankCount, list[list[Inputs]]]:
+    """Count the batches of a rank. Return the counts, and the inputs of the previous and of this epoch.
+
+    The inputs of an epoch are empty if no cache needs them.
+    """
+    inputs: list[Inputs] = []
+    previous_inputs: list[Inputs] = []
+    options: dict[str, Any] = {"ntype": run.ntype}
+    if caches:
+        options["inputs_of"] = inputs
+    count = count_rank(run.g, draws, run.seeds, topology, run.bounds, **options)
+
+    # Counting is collective, and the condition is equal on all ranks.
+    looks_ahead = any(policy == LOOK_AHEAD for policy, _ in caches)
+    if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
+        previous_draws = replace(draws, epoch=draws.epoch - 1)
+        count_rank(run.g, previous_draws, run.seeds, topology, run.bounds, inputs_of=previous_inputs)
+    return count, [previous_inputs, inputs]
+
+
+def _count_vip_hits(
+    alpha: float, is_cached: Array, epoch: Sequence[Inputs], topology: Topology, row_bytes: int
 ) -> CacheHits:
-    (policy, alpha), (topology, _) = cache, location
-    if policy == LOOK_AHEAD:
-        hits, rank_bytes = simulate_look_ahead(epochs, alpha, location, row_bytes)
-        return CacheHits(policy=policy, alpha=alpha, hits=hits, rank_bytes=rank_bytes)
-    mask = cached_rows[topology.server, alpha]
-    rows = int(mask.sum())
+    """Return the hits of a ``vip`` cache on a rank. ``is_cached`` has an (N,) mask of the cached rows."""
+    num_rows = int(is_cached.sum())
+    num_hits = 0
+    for inputs in epoch:
+        num_hits += int(is_cached[inputs.remote_ids].sum())
+
+    # The first rank of a server fetches for all.
+    num_fetched = 0
+    if topology.local_rank == 0:
+        num_fetched = num_rows
     return CacheHits(
-        policy=policy,
+        policy="vip",
         alpha=alpha,
-        hits=sum(int(mask[remote].sum()) for remote, _ in epochs[-1]),
-        # The first rank of a server fetches for all. A slot of the table takes 4 bytes.
-        once_rows=0 if topology.local_rank else rows,
-        server_bytes=rows * (row_bytes + 4),
+        hits=num_hits,
+        once_rows=num_fetched,
+        # A slot of the table takes 4 bytes.
+        server_bytes=num_rows * (row_bytes + 4),
     )
 
 
 def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
-    """Return (N,) masks of rows in caches of ``vip``, by (server counted here, size). All ranks call it."""
-    g = run.g
-    topology = run.partition.topology
-    masks = {}
-    for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here) if alphas else ():
-        scores = _score_in_job(g, draws) if run.in_job else _score_alone(run, draws, server)
-        own_range = run.partition.own_range(server)
+    """Return (N,) masks of the rows in ``vip`` caches, by server counted here and size. Collective."""
+    masks: dict[tuple[int, float], Array] = {}
+    if not alphas:
+        return masks
+    servers = [run.partition.topology.server_of_rank[rank] for rank in run.ranks_here]
+    for server in dict.fromkeys(servers):
+        scores = _score_in_job(run.g, draws) if run.in_job else _score_alone(run, draws, server)
+
+        first, end = run.partition.own_range(server)
         for alpha in alphas:
-            masks[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
-            mask[select_top_rows(scores, own_range, int(alpha * (own_range[1] - own_range[0])))] = True
+            top_rows = select_top_rows(scores, (first, end), int(alpha * (end - first)))
+            mask = np.zeros(run.g.num_nodes(), np.bool_)
+            mask[top_rows] = True
+            masks[server, alpha] = mask
 
     return masks
 
@@ -475,17 +575,22 @@ def _score_in_job(g: DistGraph, draws: Draws) -> Array:
 
 
 def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
-    g, partition = run.g, run.partition
+    """Return the same scores as :func:`_score_in_job` for any ``server``, computed by this process alone."""
+    g = run.g
+    partition = run.partition
     etype = g.canonical_etypes[0]
     ntype = g.ntypes[0]
-    total = np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
     shards = {etype: g.structure().shards[0]}
-    counts = {ntype: g.num_nodes()}
+    num_nodes = {ntype: g.num_nodes()}
+
+    total = np.zeros(g.num_nodes())
     for rank in partition.topology.ranks_of_server(server):
-        seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
+        topology = partition.for_rank(rank)
+        seeds = split_ids(run.seeds, partition.bounds, topology, force_even=draws.force_even)
         rank_seeds = {ntype: seeds[: draws.most_seeds]}
-        total += compute_access_probability(shards, counts, rank_seeds, fanouts, draws.batch_size)[ntype]
+        scores = compute_access_probability(shards, num_nodes, rank_seeds, fanouts, draws.batch_size)
+        total += scores[ntype]
 
     return total
 
@@ -503,40 +608,51 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     ntype = check_plannable(manifest, str(dataset.folder))
     placement = Placement(manifest.num_parts, build_topology(servers, 1))
     bounds = {name: placement.server_offsets(offsets) for name, offsets in manifest.node_offsets.items()}
-    cut = train = 0
+    num_cut = 0
+    num_train = 0
     for part_id in range(manifest.num_parts):
         part = dataset.part(part_id)
         server = int(placement.server_of_part[part_id])
         for etype in manifest.edge_types:
             first, end = bounds[etype[0]][server : server + 2].tolist()
-            indices = part.indices(etype)
-            for start in range(0, len(indices), _EDGES_AT_ONCE):
-                piece = indices[start : start + _EDGES_AT_ONCE]
-                cut += int(np.count_nonzero(_is_outside(piece, (first, end))))
-        train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
+            sources = part.indices(etype)
+            # The edges of a part may not fit in memory, so they are read in pieces.
+            for start in range(0, len(sources), _EDGES_AT_ONCE):
+                is_cut = _is_outside(sources[start : start + _EDGES_AT_ONCE], (first, end))
+                num_cut += int(np.count_nonzero(is_cut))
+        num_train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
 
-    stats = estimate_graph_stats(manifest, servers, train)
-    return replace(stats, edge_cut=cut / max(stats.edges, 1))
+    stats = estimate_graph_stats(manifest, servers, num_train)
+    return replace(stats, edge_cut=num_cut / max(stats.edges, 1))
 
 
 def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
-    """Return the statistics of a dataset without reading it."""
-    infos = {name: columns[FEATURE] for name, columns in manifest.node_columns.items() if FEATURE in columns}
-    row_bytes = {
-        name: numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape) for name, info in infos.items()
-    }
-    cut = float(str(manifest.quality.get("edge_cut", 0.0)))
-    parts = manifest.num_parts
+    """Return the statistics of a dataset with ``train_nodes`` training nodes, without reading the graph."""
+    num_columns = 0
+    feature_bytes = 0
+    all_feature_bytes = 0
+    for ntype, columns in manifest.node_columns.items():
+        if FEATURE not in columns:
+            continue
+        info = columns[FEATURE]
+        width = math.prod(info.row_shape)
+        row_bytes = numpy_dtype(info.dtype).itemsize * width
+        num_columns += width
+        feature_bytes += row_bytes
+        all_feature_bytes += row_bytes * manifest.num_nodes(ntype)
 
-    # If P parts are on fewer servers, edges between parts of one server are not cut.
-    cut_factor = (servers - 1) / servers * parts / max(parts - 1, 1)
+    # The manifest has the edges between parts. If P parts are on fewer servers, edges between parts of one
+    # server are not cut.
+    cut = float(str(manifest.quality.get("edge_cut", 0.0)))
+    num_parts = manifest.num_parts
+    cut_factor = (servers - 1) / servers * num_parts / max(num_parts - 1, 1)
     return GraphStats(
         name=manifest.name,
         nodes=sum(map(manifest.num_nodes, manifest.node_types)),
         edges=sum(map(manifest.num_edges, manifest.edge_types)),
-        features=sum(math.prod(info.row_shape) for info in infos.values()),
-        feature_bytes=sum(row_bytes.values()),
-        all_feature_bytes=sum(size * manifest.num_nodes(name) for name, size in row_bytes.items()),
+        features=num_columns,
+        feature_bytes=feature_bytes,
+        all_feature_bytes=all_feature_bytes,
         classes=max(map(int, manifest.num_classes.values()), default=0),
         train_nodes=train_nodes,
         edge_cut=cut * cut_factor,
@@ -545,25 +661,27 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
 
 
 def check_plannable(manifest: Manifest, where: str) -> str:
-    """Return the type of the training nodes. Raise ConfigError unless a plan can be made for the dataset."""
+    """Return the type of the training nodes. ``where`` names the dataset in errors.
+
+    Raises ConfigError if no plan can be made for the dataset.
+    """
     if manifest.is_homogeneous:
         ntype = manifest.node_types[0]
         _check_columns(manifest, where, ntype, (FEATURE, TRAIN_MASK))
         return ntype
 
-    trained = [ntype for ntype, columns in manifest.node_columns.items() if TRAIN_MASK in columns]
-    if len(trained) != 1:
+    train_types = [ntype for ntype, columns in manifest.node_columns.items() if TRAIN_MASK in columns]
+    if len(train_types) != 1:
         raise ConfigError(
-            f"{where} has training nodes of {len(trained)} types ({', '.join(trained) or 'none'}), but a "
-            "plan is for nodes of one type. Partition a graph with a split of one node type, or "
+            f"{where} has training nodes of {len(train_types)} types ({', '.join(train_types) or 'none'}), "
+            "but a plan is for nodes of one type. Partition a graph with a split of one node type, or "
             "compare strategies in a run with `dglx train --strategy auto`."
         )
-
-    return trained[0]
+    return train_types[0]
 
 
 def check_choosable(manifest: Manifest, where: str, ntype: str | None = None) -> None:
-    """Raise ConfigError unless a running job can compare strategies on the dataset.
+    """Raise ConfigError if a running job cannot compare strategies on the dataset.
 
     ``ntype`` is the type of the training nodes. None: it is not known yet.
     """

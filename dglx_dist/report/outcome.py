@@ -20,13 +20,21 @@ from dglx_dist.training.fit_config import FitResult
 
 
 def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None. Every rank must call this."""
+    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None if the run has no plan.
+
+    Every rank must call this. Raises StorageError on all ranks if the file is damaged.
+    """
 
     def read() -> dict[str, Any] | None:
-        value = read_plan(folder) if session.topology.rank == 0 else None
+        if session.topology.rank != 0:
+            return None
+        value = read_plan(folder)
+        if value is None:
+            return None
+
+        # A plan that can be summarized has all entries that later code reads.
         try:
-            if value is not None:
-                summarize_plan(value)
+            summarize_plan(value)
         except (KeyError, IndexError, TypeError) as error:
             raise StorageError(
                 f"{folder / PLAN} is damaged ({type(error).__name__}: {error}). Delete it, and resume again."
@@ -37,8 +45,9 @@ def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
 
 
 def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
-    """Return the measured cost. Bytes are those of ``epoch``, or of the last one if it is missing."""
-    record = next((record for record in epochs if record.epoch == epoch), epochs[-1])
+    """Return the measured cost. Bytes are those of ``epoch``, or of the last epoch if it is missing."""
+    matches = [record for record in epochs if record.epoch == epoch]
+    record = matches[0] if matches else epochs[-1]
     seconds = summarise(facts, epochs)["epoch_seconds"]
     return Outcome(
         epoch=record.epoch,
@@ -75,24 +84,33 @@ def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
 def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
     """Return strategy, ranks, accuracies, the model's device and peak memory. Every rank must call this."""
     device = find_float_parameter(model).device
-    on_gpu = device.type == "cuda"
-    reserved = torch.cuda.max_memory_reserved(device) if on_gpu else None
-    peaks = gather_json([peak_bytes(), reserved], session)
-    host_peaks = [host for host, _ in peaks]
-    device_peaks = [on_device for _, on_device in peaks if on_device is not None]
-    accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
-    return {
+    device_name = str(device)
+    device_peak = None
+    if device.type == "cuda":
+        device_name = f"cuda ({torch.cuda.get_device_name(device)})"
+        device_peak = torch.cuda.max_memory_reserved(device)
+    host_peaks, device_peaks = zip(*gather_json([peak_bytes(), device_peak], session), strict=True)
+    # Ranks that compute on CPUs have no peak on a device.
+    gpu_peaks = [peak for peak in device_peaks if peak is not None]
+
+    facts: dict[str, Any] = {
         "strategy": session.strategy,
         "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "task": result.task,
-        **(accuracies if result.accuracy else {}),
-        **result.metrics,
-        **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
-        **({"stopped_early": True} if result.stopped_early else {}),
-        "peak_memory_bytes": max(host_peaks),
-        "rank_memory_bytes": host_peaks,
-        "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
-        "peak_device_memory_bytes": max(device_peaks, default=None),
     }
+    if result.accuracy:
+        facts["val_accuracy"] = result.val_accuracy
+        facts["test_accuracy"] = result.test_accuracy
+    facts |= result.metrics
+    if result.best_epoch is not None:
+        facts["best_epoch"] = result.best_epoch
+    if result.stopped_early:
+        facts["stopped_early"] = True
+
+    facts["peak_memory_bytes"] = max(host_peaks)
+    facts["rank_memory_bytes"] = list(host_peaks)
+    facts["device"] = device_name
+    facts["peak_device_memory_bytes"] = max(gpu_peaks, default=None)
+    return facts

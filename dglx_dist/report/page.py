@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape as escape_markup
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -17,12 +17,15 @@ from dglx_dist.report.run_folder import Run, read_plan
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, flat_cells, summarise
 
 Values: TypeAlias = Mapping[str, Any]
-Cells: TypeAlias = Mapping[str, tuple[object, str]]  # column -> value to sort by, and text
+Cells: TypeAlias = Mapping[str, tuple[object, str]]
+"""Value to sort by, and text, of each column."""
 _ABSENT = (None, "-")
 _SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
 _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
 _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|.*bytes_.*")
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
+_MAX_BARS = 12
+"""Maximum number of candidates in the figure of a plan."""
 _BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="generator" content="dglx report">"""
 
@@ -33,7 +36,7 @@ def escape(text: str, quote: bool = True) -> str:
 
 
 def check_page(path: Path) -> None:
-    """Raise ConfigError unless ``path`` ends in .html and is new, or is a page of :func:`write_page`."""
+    """Raise ConfigError if ``path`` does not end in .html, or is a file but no page of a report."""
     try:
         may_replace = not path.exists()
         if path.is_file():
@@ -65,178 +68,270 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
 
 def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
     """Return the page. ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
-    figures = _Figures()
     title = escape(", ".join(runs))
-    summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
-    rows = {name: flat_cells({**summary, "auto": {}}) for name, summary in summaries.items()}
+    summaries: dict[str, Values] = {}
+    unfinished = ""
+    for name, run in runs.items():
+        summaries[name] = run.summary or summarise({}, run.epochs)
+        if not run.summary:
+            unfinished += f"<p>{escape(name)} did not finish, or still runs.</p>"
+    # The choice of ``auto`` has a section of its own, so the table of runs leaves it out.
+    rows: dict[str, Cells] = {}
+    for name, summary in summaries.items():
+        rows[name] = flat_cells({**summary, "auto": {}})
+    rows |= means or {}
 
     # The figures are in the order of the page, because the script finds their places by number.
-    learning = _curves(figures, runs)
-    costs = [_cost(figures, name, runs[name]) + _traffic(figures, name, summaries[name]) for name in runs]
-    costs.append(_memory(figures, summaries))
-    plans = [_plan(figures, name, plan) for name, run in runs.items() if (plan := read_plan(run.folder))]
-    scripts = (plotly, _SCRIPT)
-    digests = [b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    figures = _Figures()
+    learning = _draw_curves(figures, runs)
+    costs = ""
+    for name, run in runs.items():
+        costs += _draw_cost(figures, name, run) + _draw_traffic(figures, name, summaries[name])
+    costs += _draw_memory(figures, summaries)
+    plans = ""
+    for name, run in runs.items():
+        plan = read_plan(run.folder)
+        if plan:
+            plans += _describe_plan(figures, name, plan)
+
+    script_hashes = f"{_hash_script(plotly)} {_hash_script(_SCRIPT)}"
+    # A text in the data may contain the end tag of the script.
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
     return f"""{_BEGIN}<title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
-style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{digest}'" for digest in digests)}">
+style-src 'unsafe-inline'; script-src {script_hashes}">
 <style>{_STYLE}</style></head><body><header><h1>{title}</h1>
 <label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>
 <button id="theme" type="button">light / dark</button></header><main>
-{"".join(f"<p>{escape(name)} did not finish, or still runs.</p>" for name in runs if not runs[name].summary)}
-{_section("Runs", _table("run", rows | dict(means or {})))}{_section("Learning and speed", learning, "grid")}
-{_section("Cost", "".join(costs), "grid")}{"".join(plans)}
-{_section("Configuration and environment", _options(runs))}</main>
+{unfinished}
+{_section("Runs", _build_table("run", rows))}{_section("Learning and speed", learning, "grid")}
+{_section("Cost", costs, "grid")}{plans}
+{_section("Configuration and environment", _list_options(runs))}</main>
 <script type="application/json" id="data">{data}</script>
 <script>{plotly}</script><script>{_SCRIPT}</script></body></html>
 """
 
 
+def _hash_script(script: str) -> str:
+    """Return the source expression of the Content Security Policy that allows ``script``."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{b64encode(digest).decode()}'"
+
+
 @final
 class _Figures(list[Values]):
+    """Data and layouts of the figures for Plotly."""
+
     def place(self, title: str, traces: Sequence[Values], layout: Values) -> str:
+        """Add a figure and return the markup of its place."""
         self.append({"data": traces, "layout": layout})
         return f'<figure><figcaption>{escape(title)}</figcaption><div class="plot"></div></figure>'
 
 
 def _label(text: str, most: int = 36) -> str:
-    # Plotly interprets tags in texts. The middle is cut, because names often differ only at their end.
-    middle = most // 2
-    return escape(text if len(text) <= most else f"{text[: middle - 1]}…{text[-middle:]}", quote=False)
+    """Return ``text`` with at most ``most`` characters, as a label for Plotly, which interprets tags."""
+    if len(text) > most:
+        # The middle is cut, because names often differ only at their end.
+        half = most // 2
+        text = f"{text[: half - 1]}…{text[-half:]}"
+    return escape(text, quote=False)
 
 
 def _axes(x: str, y: str = "", *, grid: bool = True, **more: Any) -> dict[str, Any]:
-    titles = {"xaxis": {"text": x, "standoff": 8}, "yaxis": {"text": y, "standoff": 8}}
-    return {name: {"title": title, "showgrid": grid} for name, title in titles.items()} | more
+    """Return a layout with the titles of the axes and ``more`` entries."""
+    return {
+        "xaxis": {"title": {"text": x, "standoff": 8}, "showgrid": grid},
+        "yaxis": {"title": {"text": y, "standoff": 8}, "showgrid": grid},
+        **more,
+    }
 
 
 def _bar(name: str, x: Sequence[object], y: Sequence[float], color: str) -> dict[str, Any]:
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color}}
 
 
-def _curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
+def _draw_curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
+    """Place a figure for each metric, with a curve for each run and split."""
     panels: dict[str, list[Values]] = {}
-    for number, (run_name, run) in enumerate(runs.items()):
-        scalars = [(record.epoch, record.scalars()) for record in run.epochs]
-        names = dict.fromkeys(name for _, figure in scalars for name in figure if not _COST.fullmatch(name))
-        for name in names:
-            split = match[1] if (match := _SPLIT.search(name)) else ""
-            points = [(epoch, figure[name]) for epoch, figure in scalars if name in figure]
-            label = f"{_label(run_name)} {split}".strip() if len(runs) > 1 else split
-            line = {"color": COLORS[number % len(COLORS)], "dash": _DASHES[split]}
-            trace = {"name": label, "line": line, "mode": "lines+markers", "marker": {"size": 4}}
-            panel = panels.setdefault(_SPLIT.sub("", name).rpartition("/")[2].replace("_", " "), [])
-            panel.append(trace | dict(zip("xy", zip(*points, strict=True), strict=True)))
-    return "".join(figures.place(name, panel, _axes("epoch")) for name, panel in panels.items())
+    for run_index, (run_name, run) in enumerate(runs.items()):
+        points: dict[str, list[tuple[int, float]]] = {}
+        for record in run.epochs:
+            for name, value in record.scalars().items():
+                if not _COST.fullmatch(name):
+                    points.setdefault(name, []).append((record.epoch, value))
+
+        for name, metric_points in points.items():
+            match = _SPLIT.search(name)
+            split = match[1] if match else ""
+            label = split
+            if len(runs) > 1:
+                label = f"{_label(run_name)} {split}".strip()
+            epochs, values = zip(*metric_points, strict=True)
+            trace = {
+                "name": label,
+                "line": {"color": COLORS[run_index % len(COLORS)], "dash": _DASHES[split]},
+                "mode": "lines+markers",
+                "marker": {"size": 4},
+                "x": epochs,
+                "y": values,
+            }
+            # Curves of the splits of a metric share a figure.
+            title = _SPLIT.sub("", name).rpartition("/")[2].replace("_", " ")
+            panels.setdefault(title, []).append(trace)
+
+    return "".join(figures.place(title, traces, _axes("epoch")) for title, traces in panels.items())
 
 
-def _memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
+def _draw_memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
+    """Place a figure with the peak memory of the ranks, or return "" if no run has measured it."""
     bars = []
-    for number, (name, summary) in enumerate(summaries.items()):
-        peak = summary.get("peak_memory_bytes")
-        held = summary.get("rank_memory_bytes") or ([peak] if peak else [])
-        color = COLORS[number % len(COLORS)]
-        ranks = [f"rank {rank}" for rank in range(len(held))]
-        if held:
-            bars.append(_bar(_label(name), ranks, [num_bytes / 1e6 for num_bytes in held], color))
+    for run_index, (name, summary) in enumerate(summaries.items()):
+        rank_bytes = summary.get("rank_memory_bytes")
+        peak_bytes = summary.get("peak_memory_bytes")
+        if not rank_bytes and peak_bytes:
+            rank_bytes = [peak_bytes]
+        if rank_bytes:
+            ranks = [f"rank {rank}" for rank in range(len(rank_bytes))]
+            megabytes = [num_bytes / 1e6 for num_bytes in rank_bytes]
+            bars.append(_bar(_label(name), ranks, megabytes, COLORS[run_index % len(COLORS)]))
 
+    if not bars:
+        return ""
     layout = _axes("", "MB", showlegend=len(bars) > 1)
-    return figures.place("peak memory of each rank", bars, layout) if bars else ""
+    return figures.place("peak memory of each rank", bars, layout)
 
 
-def _cost(figures: _Figures, name: str, run: Run) -> str:
+def _draw_cost(figures: _Figures, name: str, run: Run) -> str:
+    """Place a figure of the seconds and one of the bytes of each epoch."""
     epochs = [record.epoch for record in run.epochs]
 
-    def make_bars(*parts: tuple[str, str, str], unit: float = 1.0) -> list[dict[str, Any]]:
-        columns = {part: [getattr(record, part) / unit for record in run.epochs] for _, part, _ in parts}
-        return [_bar(label, epochs, columns[part], color) for label, part, color in parts]
+    def make_bars(columns: Iterable[tuple[str, str, str]], unit: float = 1.0) -> list[dict[str, Any]]:
+        bars = []
+        for label, field, color in columns:
+            values = [getattr(record, field) / unit for record in run.epochs]
+            bars.append(_bar(label, epochs, values, color))
+        return bars
 
+    # Phases of the loader's threads run beside the others, so they are lines.
     line_style = {"type": "scatter", "mode": "lines", "line": {"dash": "dash"}}
-    lines = [bar | line_style for bar in make_bars(*HIDDEN)]
-    moved = (("inside a server", "bytes_inside", INSIDE), ("between servers", "bytes_outside", OUTSIDE))
-    times = _axes("epoch", "s", barmode="stack")
-    sizes = _axes("epoch", "MB", barmode="stack")
-    drawn = figures.place(f"{name}: seconds of an epoch", make_bars(*PHASES) + lines, times)
-    return drawn + figures.place(f"{name}: payload of an epoch", make_bars(*moved, unit=1e6), sizes)
+    times = make_bars(PHASES)
+    for bar in make_bars(HIDDEN):
+        times.append(bar | line_style)
+    byte_columns = (
+        ("inside a server", "bytes_inside", INSIDE),
+        ("between servers", "bytes_outside", OUTSIDE),
+    )
+    payloads = make_bars(byte_columns, unit=1e6)
+
+    seconds_layout = _axes("epoch", "s", barmode="stack")
+    bytes_layout = _axes("epoch", "MB", barmode="stack")
+    seconds_figure = figures.place(f"{name}: seconds of an epoch", times, seconds_layout)
+    return seconds_figure + figures.place(f"{name}: payload of an epoch", payloads, bytes_layout)
 
 
-def _traffic(figures: _Figures, name: str, summary: Values) -> str:
-    phases: Mapping[str, Sequence[Sequence[int]]] = summary.get("traffic") or {}
+def _draw_traffic(figures: _Figures, name: str, summary: Values) -> str:
+    """Place a map of the bytes between ranks, or return "" if the summary has none."""
+    phases: Mapping[str, Sequence[tuple[int, int, int]]] = summary.get("traffic") or {}
+    ends = set()
+    for rows in phases.values():
+        for source, destination, _ in rows:
+            ends |= {source, destination}
+    # Runs of one rank send nothing.
+    if not ends:
+        return ""
+
     # Workers have the rank -1 and come last.
-    ends = {end for rows in phases.values() for row in rows for end in row[:2]}
     ranks = sorted(ends, key=lambda rank: (rank < 0, rank))
     labels = [f"rank {rank}" if rank >= 0 else "workers" for rank in ranks]
     sums: list[list[int | None]] = [[None] * len(ranks) for _ in ranks]
-    parts = [[f"{source} to {destination}" for destination in labels] for source in labels]
+    hover_texts = [[f"{source} to {destination}" for destination in labels] for source in labels]
     for phase, rows in phases.items():
         for source, destination, num_bytes in rows:
             row = ranks.index(source)
             column = ranks.index(destination)
             sums[row][column] = (sums[row][column] or 0) + num_bytes
-            parts[row][column] += f"<br>{_label(phase)}: {format_bytes(num_bytes)}"
+            hover_texts[row][column] += f"<br>{_label(phase)}: {format_bytes(num_bytes)}"
 
     texts = [["" if total is None else format_bytes(total) for total in row] for row in sums]
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
-    trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
-    trace |= {"z": sums, "text": texts, "hovertext": parts, "hoverinfo": "text"}
+    trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "z": sums, "text": texts}
+    trace |= {"texttemplate": "", "hovertext": hover_texts, "hoverinfo": "text"}
+    # Texts do not fit in the small cells of many ranks.
+    if len(ranks) <= 12:
+        trace["texttemplate"] = "%{text}"
     layout = _axes("to", "from", grid=False)
     layout["yaxis"]["autorange"] = "reversed"
-    title = f"{name}: bytes between ranks in training since the last start"
-    return figures.place(title, [trace], layout) if ranks else ""
+    return figures.place(f"{name}: bytes between ranks in training since the last start", [trace], layout)
 
 
-def _plan(figures: _Figures, name: str, plan: Values) -> str:
-    candidates = enumerate(plan["predictions"], 1)
-    named = {f"{number}. {candidate['name']}": candidate for number, candidate in candidates}
-    timed = {
-        place: candidate
-        for place, candidate in named.items()
-        if candidate["feasible"] and candidate["epoch_seconds"]
-    }
-    seconds = [candidate["epoch_seconds"] for candidate in timed.values()][:12]
-    places = [_label(place, 28) for place in timed][:12]
-    bars = [_bar("epoch", seconds, [], COLORS[0]) | {"orientation": "h", "y": places}]
-    rows = {}
-    for place, candidate in named.items():
-        remark = (
-            "chosen"
-            if candidate["name"] == plan["chosen"]
-            else candidate["why_not"] or candidate["not_tried"] or candidate["barred"] or candidate["note"]
-        )
-        rows[place] = flat_cells({key: candidate[key] for key in _PLANNED} | {"remark": remark})
+def _describe_plan(figures: _Figures, name: str, plan: Values) -> str:
+    """Return the section with the candidates of ``auto`` and the reasons of the choice."""
+    seconds: list[float] = []
+    labels: list[str] = []
+    rows: dict[str, Cells] = {}
+    for number, candidate in enumerate(plan["predictions"], 1):
+        title = f"{number}. {candidate['name']}"
+        if candidate["feasible"] and candidate["epoch_seconds"]:
+            seconds.append(candidate["epoch_seconds"])
+            labels.append(_label(title, 28))
 
-    outcome = flat_cells(plan["outcome"] or {})
-    reasons = [*plan["why"], *(f"measured {key}: {text}" for key, (_, text) in outcome.items())]
-    listed = "".join(f"<li>{escape(str(candidate))}</li>" for candidate in (*reasons, *plan["assumptions"]))
+        remark = candidate["why_not"] or candidate["not_tried"] or candidate["barred"] or candidate["note"]
+        if candidate["name"] == plan["chosen"]:
+            remark = "chosen"
+        figures_of_candidate = {key: candidate[key] for key in _PLANNED}
+        rows[title] = flat_cells({**figures_of_candidate, "remark": remark})
+
+    sentences = list(plan["why"])
+    for key, (_, text) in flat_cells(plan["outcome"] or {}).items():
+        sentences.append(f"measured {key}: {text}")
+    sentences += plan["assumptions"]
+    items = "".join(f"<li>{escape(str(sentence))}</li>" for sentence in sentences)
+
+    bar = _bar("epoch", seconds[:_MAX_BARS], [], COLORS[0])
+    bar |= {"orientation": "h", "y": labels[:_MAX_BARS]}
     layout = _axes("s")
+    # Plotly draws the first bar at the bottom otherwise.
     layout["yaxis"]["autorange"] = "reversed"
-    drawn = figures.place("seconds of an epoch of each candidate", bars, layout)
-    return _section(f"{name}: why {plan['chosen']}", f"<ul>{listed}</ul>{drawn}{_table('candidate', rows)}")
+    figure = figures.place("seconds of an epoch of each candidate", [bar], layout)
+    table = _build_table("candidate", rows)
+    return _section(f"{name}: why {plan['chosen']}", f"<ul>{items}</ul>{figure}{table}")
 
 
-def _options(runs: Mapping[str, Run]) -> str:
+def _list_options(runs: Mapping[str, Run]) -> str:
+    """Return a table with the options of all runs. Options with several values are marked."""
     rows: dict[str, dict[str, tuple[object, str]]] = {}
     for name, run in runs.items():
         for option, cell in flat_cells(run.config).items():
             rows.setdefault(option, dict.fromkeys(runs, _ABSENT))[name] = cell
-    differs = [option for option, cells in rows.items() if len({text for _, text in cells.values()}) > 1]
-    return _table("option", rows, marked=differs)
+
+    marked = []
+    for option, cells in rows.items():
+        texts = {text for _, text in cells.values()}
+        # Options in which the runs differ are easy to overlook in a long table.
+        if len(texts) > 1:
+            marked.append(option)
+    return _build_table("option", rows, marked=marked)
 
 
-def _table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -> str:
-    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
-    names = map(escape, (corner, *columns))
-    head = "".join(f'<th><button type="button">{name}</button></th>' for name in names)
+def _build_table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -> str:
+    """Return a table with the cells of named ``rows``. ``corner`` is the heading of the names."""
+    columns: dict[str, None] = {}
+    for cells in rows.values():
+        columns |= dict.fromkeys(cells)
+    head = ""
+    for name in (corner, *columns):
+        head += f'<th><button type="button">{escape(name)}</button></th>'
+
     body = ""
-    for row, cells in rows.items():
-        body += f'<tr class="{"marked" * (row in marked)}"><th>{escape(row)}</th>'
-        for value, text in (cells.get(column, _ABSENT) for column in columns):
+    for row_name, cells in rows.items():
+        row_class = "marked" if row_name in marked else ""
+        body += f'<tr class="{row_class}"><th>{escape(row_name)}</th>'
+        for column in columns:
+            value, text = cells.get(column, _ABSENT)
             key = "" if value is None else escape(str(value))
             body += f'<td data-value="{key}">{escape(text)}</td>'
         body += "</tr>"
-
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -37,7 +37,8 @@ def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
     The time of a rank is that in which at least one span of ``row`` runs, summed over the ranks. Waiting is
     not computing. None without such spans.
     """
-    busy_s = overlap_s = 0.0
+    busy_s = 0.0
+    overlap_s = 0.0
     for rank in trace.ranks:
         busy = [span for span in rank.spans if span.row == row and not is_wait(span)]
         work = [span for span in rank.spans if span.row in (COMPUTE, GRAPH_SERVER)]
@@ -46,7 +47,10 @@ def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
         # Computing time that no span of the row overlaps is subtracted.
         alone_s = _sum_covered([*busy, *work]) - _sum_covered([*busy, *waits])
         overlap_s += _sum_covered(work) - _sum_covered(waits) - alone_s
-    return overlap_s / busy_s if busy_s > 0 else None
+
+    if busy_s <= 0:
+        return None
+    return overlap_s / busy_s
 
 
 def is_wait(span: Span) -> bool:
@@ -55,50 +59,61 @@ def is_wait(span: Span) -> bool:
 
 
 def _sum_covered(spans: Iterable[Span]) -> float:
-    total, until = 0.0, -math.inf
-    for begin, end in sorted((span.begin_s, span.end_s) for span in spans):
-        total += max(end - max(begin, until), 0.0)
-        until = max(until, end)
-    return total
+    """Return the seconds in which at least one of ``spans`` runs."""
+    total_s = 0.0
+    covered_until_s = -math.inf
+    for begin_s, end_s in sorted((span.begin_s, span.end_s) for span in spans):
+        total_s += max(end_s - max(begin_s, covered_until_s), 0.0)
+        covered_until_s = max(covered_until_s, end_s)
+    return total_s
 
 
-def _choose(
+def _choose_range(
     trace: TraceFile, row: str, requested: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
 ) -> tuple[int, int]:
-    """Return the range of batches to draw: by default ``usual`` in the middle, moved by ``early`` / 2."""
-    spans = (span for rank in trace.ranks for span in rank.spans)
-    batch_ids = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
+    """Return the first and the last batch to draw, which have spans of ``row``.
+
+    ``requested`` is the range of the user. None: ``usual`` batches in the middle, moved by ``early`` / 2.
+    Raises ConfigError if the trace has no batch, which the message calls ``unit``, in the range.
+    """
+    batches = set()
+    for rank in trace.ranks:
+        batches |= {span.batch for span in rank.spans if span.row == row and span.batch is not None}
+    batch_ids = sorted(batches)
     if not batch_ids:
         raise ConfigError(f"the trace has no {unit} to draw. Record more with --trace-steps.")
     if requested is None:
-        middle = max((len(batch_ids) - usual + early) // 2, 0)
-        return batch_ids[middle], batch_ids[min(middle + usual, len(batch_ids)) - 1]
+        start = max((len(batch_ids) - usual + early) // 2, 0)
+        end = min(start + usual, len(batch_ids))
+        return batch_ids[start], batch_ids[end - 1]
+
     first, last = requested
     if not any(first <= batch <= last for batch in batch_ids):
         raise ConfigError(
             f"the trace has no {unit} from {first} to {last}, only {batch_ids[0]} to {batch_ids[-1]}. Choose "
             "others with --batches FIRST:LAST."
         )
-
     return max(first, batch_ids[0]), min(last, batch_ids[-1])
 
 
-def _window(
+def _find_window(
     trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
 ) -> tuple[float, float]:
-    shown = [
-        span
-        for rank in trace.ranks
-        for span in rank.spans
-        if (rows is None or span.row in rows)
-        and span.batch is not None
-        and first <= span.batch <= last
-        and not is_wait(span)
-    ]
-    begin = min(span.begin_s for span in shown)
-    end = max(span.end_s for span in shown)
-    margin = 0.01 * (end - begin)
-    return begin - margin, end + margin
+    """Return begin and end of the batches ``first`` to ``last`` in seconds, with a small margin.
+
+    ``rows`` are the rows whose spans count. None: all rows.
+    """
+    begins_s = []
+    ends_s = []
+    for rank in trace.ranks:
+        for span in rank.spans:
+            is_drawn = span.batch is not None and first <= span.batch <= last
+            if is_drawn and (rows is None or span.row in rows) and not is_wait(span):
+                begins_s.append(span.begin_s)
+                ends_s.append(span.end_s)
+
+    margin_s = 0.01 * (max(ends_s) - min(begins_s))
+    return min(begins_s) - margin_s, max(ends_s) + margin_s
 
 
 _MAX_LEGEND = 8
@@ -116,11 +131,13 @@ def _picture(
     for text in figure.findobj(Text):
         # Names of the user may contain formula characters.
         text.set(text=escape_lines(text.get_text()), parse_math=False)
-    kind = Path(path).suffix[1:]
 
+    file_format = Path(path).suffix[1:]
+    if file_format not in ("pdf", "svg"):
+        file_format = "png"
     # An interruption does not damage an earlier picture.
     with replace_atomically(Path(path)) as partial:
-        figure.savefig(partial, dpi=100, format=kind if kind in ("pdf", "svg") else "png")
+        figure.savefig(partial, dpi=100, format=file_format)
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
@@ -132,57 +149,74 @@ def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None
 
 
 def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
-    numbers = [e.epoch for e in epochs]
-    axes.plot(numbers, [e.loss for e in epochs], color="#444444", label="loss")
+    """Draw the loss and, with an axis on the right, the accuracy in training and the validation metric."""
+    axes.plot([e.epoch for e in epochs], [e.loss for e in epochs], color="#444444", label="loss")
     right = axes.twinx()
     trained = [(e.epoch, e.train_accuracy) for e in epochs if not math.isnan(e.train_accuracy)]
     if trained:
         right.plot(*zip(*trained, strict=True), color="#4c72b0", label="train accuracy")
 
-    # The first metric decides which epoch is the best.
-    name = next((name for e in epochs for name in e.metrics if name.startswith("val_")), "val_accuracy")
-    scores = [(e.epoch, e.metrics.get(name, e.val_accuracy)) for e in epochs]
-    measured = [(epoch, score) for epoch, score in scores if score is not None]
+    name = _find_validation_metric(epochs)
     label = name.replace("_", " ", 1)
+    measured = []
+    for e in epochs:
+        score = e.metrics.get(name, e.val_accuracy)
+        if score is not None:
+            measured.append((e.epoch, score))
     if measured:
         right.plot(*zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label=label)
+
     metric = label.removeprefix("val ")
     axes.set(title=f"loss and {metric}", xlabel="epoch", ylabel="loss")
+    right.set(ylabel=metric)
     if trained or all(0 <= score <= 1 for _, score in measured):
         right.set(ylim=(0, 1))
-    right.set(ylabel=metric)
+    # Both axes share one legend.
     handles = [*axes.get_lines(), *right.get_lines()]
     axes.legend(handles=handles, loc="center right", fontsize=8)
 
 
-def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
-    numbers = [e.epoch for e in epochs]
-    bottom = [0.0] * len(epochs)
-    for name, field, color in PHASES:
-        heights = [getattr(e, field) for e in epochs]
-        axes.bar(numbers, heights, bottom=bottom, color=color, label=name)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+def _find_validation_metric(epochs: Sequence[EpochRecord]) -> str:
+    """Return the name of the first validation metric, which decides which epoch is the best."""
+    for record in epochs:
+        for name in record.metrics:
+            if name.startswith("val_"):
+                return name
+    return "val_accuracy"
 
+
+def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    """Draw the seconds of the training loop as stacked bars, and those of the loader's threads as lines."""
+    numbers = [e.epoch for e in epochs]
+    totals = [0.0] * len(epochs)
+    for name, field, color in PHASES:
+        seconds = [getattr(e, field) for e in epochs]
+        axes.bar(numbers, seconds, bottom=totals, color=color, label=name)
+        totals = [total + height for total, height in zip(totals, seconds, strict=True)]
     for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
 
     # The first epoch compiles kernels. At full height it would flatten all others.
-    warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
-    if bottom and bottom[0] > 2 * warm > 0:
-        axes.set_ylim(0, 1.6 * warm)
-        axes.set_xlabel(f"epoch (the first one, {bottom[0]:.2g} s, is cut off)")
+    warm_limit = max(totals[1:], default=0.0)
+    if totals and totals[0] > 2 * warm_limit > 0:
+        axes.set_ylim(0, 1.6 * warm_limit)
+        axes.set_xlabel(f"epoch (the first one, {totals[0]:.2g} s, is cut off)")
     axes.legend(fontsize=8, loc="upper right")
 
 
 def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    """Draw the bytes of each epoch as stacked bars."""
     numbers = [e.epoch for e in epochs]
     inside = [e.bytes_inside / 1e6 for e in epochs]
     axes.bar(numbers, inside, color=INSIDE, label="inside a server")
     outside = [e.bytes_outside / 1e6 for e in epochs]
     axes.bar(numbers, outside, bottom=inside, color=OUTSIDE, label="between servers")
     axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
-    axes.set_ylim(0, 1.4 * max((e.bytes_inside + e.bytes_outside for e in epochs), default=1) / 1e6 or 1)
+
+    # The legend is above the bars. Without bytes, the axis must not be empty.
+    most_bytes = max((e.bytes_inside + e.bytes_outside for e in epochs), default=1)
+    axes.set_ylim(0, 1.4 * most_bytes / 1e6 or 1)
     axes.legend(fontsize=8, loc="upper right")
 
 
@@ -219,24 +253,18 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
             axes.legend(fontsize=8)
 
 
-WAITING, UNNUMBERED = "#eeeeee", "#888888"
+WAITING = "#eeeeee"
+UNNUMBERED = "#888888"
 _CHAR_WIDTH = 0.008
 """Width of a letter relative to the picture. Labels that do not fit are left out."""
 
 
 def _clip(span: Span, window: tuple[float, float]) -> tuple[float, float]:
     """Return begin and end of ``span`` within the ``window`` (in seconds), in milliseconds from its begin."""
-    begin, end = window
-    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
-
-
-def _draw_box(
-    axes: Any, height: int, ends: tuple[float, float], color: str, *, waits: bool, hatched: bool
-) -> None:
-    style = {"height": 0.45, "color": WAITING} if waits else {"height": 0.8, "color": color}
-    left, right = ends
-    hatch = "//" if hatched else None
-    axes.barh(height, right - left, left=left, edgecolor="white", linewidth=0.4, hatch=hatch, **style)
+    begin_s, end_s = window
+    left_ms = 1e3 * (max(span.begin_s, begin_s) - begin_s)
+    right_ms = 1e3 * (min(span.end_s, end_s) - begin_s)
+    return left_ms, right_ms
 
 
 def has_intervals(trace: TraceFile) -> bool:
@@ -277,52 +305,90 @@ def draw_trace(
     names = SHORT
     if by_epoch:
         # The first epoch compiles kernels and starts workers.
-        first, last = _choose(trace, GRAPH_SERVER, batches, unit="epoch", usual=2, early=1)
-        window = _window(trace, first, last)
+        first, last = _choose_range(trace, GRAPH_SERVER, batches, unit="epoch", usual=2, early=1)
+        window = _find_window(trace, first, last)
         units = "epochs"
         names = {}
     else:
         # The first batches compile kernels and open connections, and the last ones are drained.
-        first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=4)
-        window = _window(trace, first, last, (COMPUTE,))
+        first, last = _choose_range(trace, COMPUTE, batches, unit="batch", usual=4)
+        window = _find_window(trace, first, last, (COMPUTE,))
         units = "batches"
         if any(span.name == "forward M" for rank in trace.ranks for span in rank.spans):
             names = SHORT | SPLIT
 
-    rows = [row for rank in trace.ranks for row in _list_rows(rank, window, by_epoch)]
+    rows: list[tuple[str, list[Span]]] = []
+    for rank in trace.ranks:
+        rows += _list_rows(rank, window, by_epoch)
     heading = f"{title}: {units} {first} to {last}, {describe_overlap(trace)}"
     with _picture(path, (13, 1.4 + 0.38 * len(rows)), heading) as (axes,):
         for height, (_, spans) in enumerate(rows):
             for index, span in enumerate(spans):
-                color_id, prefix = (span.interval, " i") if by_epoch else (span.batch, "")
-                is_backward = by_epoch and span.name.startswith(_BACKWARD_PREFIXES)
-                color = UNNUMBERED if color_id is None else COLORS[color_id % len(COLORS)]
-                ends = _clip(span, window)
-                waits = is_wait(span)
-                _draw_box(axes, height, ends, color, waits=waits, hatched=is_backward)
-                label = names.get(span.name, span.name) + ("" if color_id is None else f"{prefix}{color_id}")
-
                 # Nested spans come later and lie on top.
-                left, right = _clip(_longest_part(span, spans[index + 1 :]), window)
-                if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0]):
-                    style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
-                    axes.text((left + right) / 2, height, label, **style)
-        axes.set(xlim=(0, 1e3 * (window[1] - window[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+                visible_part = _longest_part(span, spans[index + 1 :])
+                _draw_span(axes, height, span, visible_part, window, names, by_epoch=by_epoch)
+        window_ms = 1e3 * (window[1] - window[0])
+        axes.set(xlim=(0, window_ms), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
 
     return first, last
 
 
+def _draw_span(
+    axes: Any,
+    height: int,
+    span: Span,
+    visible_part: Span,
+    window: tuple[float, float],
+    names: Mapping[str, str],
+    *,
+    by_epoch: bool,
+) -> None:
+    """Draw a bar for ``span``, and its label if the ``visible_part`` of the bar is wide enough."""
+    label = names.get(span.name, span.name)
+    color = UNNUMBERED
+    color_id = span.interval if by_epoch else span.batch
+    if color_id is not None:
+        color = COLORS[color_id % len(COLORS)]
+        label += f" i{color_id}" if by_epoch else str(color_id)
+
+    style: dict[str, Any] = {"height": 0.8, "color": color}
+    if is_wait(span):
+        style = {"height": 0.45, "color": WAITING}
+    if by_epoch and span.name.startswith(_BACKWARD_PREFIXES):
+        style["hatch"] = "//"
+    left, right = _clip(span, window)
+    axes.barh(height, right - left, left=left, edgecolor="white", linewidth=0.4, **style)
+
+    # A label must fit in the part of the bar that later bars do not cover.
+    left, right = _clip(visible_part, window)
+    label_width = _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0])
+    if not is_wait(span) and right - left > label_width:
+        text_style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+        axes.text((left + right) / 2, height, label, **text_style)
+
+
 def _list_rows(
     rank: RankSpans, window: tuple[float, float], by_epoch: bool
 ) -> Iterator[tuple[str, list[Span]]]:
-    row_names = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK) if by_epoch else (COMPUTE, NETWORK, LOADER)
-    window_spans = [span for span in rank.spans if span.end_s > window[0] and span.begin_s < window[1]]
+    """Yield the label and the spans of each row of ``rank``. Spans that overlap are in several rows."""
+    begin_s, end_s = window
+    window_spans = [span for span in rank.spans if span.end_s > begin_s and span.begin_s < end_s]
+    row_names: tuple[str, ...] = (COMPUTE, NETWORK, LOADER)
+    if by_epoch:
+        row_names = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK)
+
     for row in row_names:
-        tracks = assign_tracks([span for span in window_spans if span.row == row], nested=row == COMPUTE)
+        row_spans = [span for span in window_spans if span.row == row]
+        tracks = assign_tracks(row_spans, nested=row == COMPUTE)
+        # A row without spans is drawn, too.
         for track, spans in enumerate(tracks or [[]]):
-            name = f"{row} {track + 1}" if row == WORKER else row
-            yield f"rank {rank.rank}\n{name}" if track == 0 or row == WORKER else "", spans
+            label = ""
+            if row == WORKER:
+                label = f"rank {rank.rank}\n{row} {track + 1}"
+            elif track == 0:
+                label = f"rank {rank.rank}\n{row}"
+            yield label, spans
 
 
 def describe_overlap(trace: TraceFile) -> str:
@@ -336,7 +402,9 @@ def describe_overlap(trace: TraceFile) -> str:
         overlap_text = "the workers' time beside graph servers"
 
     fraction = overlap(trace, row)
-    return no_spans if fraction is None else f"{format_percent(fraction)} of {overlap_text}"
+    if fraction is None:
+        return no_spans
+    return f"{format_percent(fraction)} of {overlap_text}"
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:

@@ -45,6 +45,8 @@ def start_run(
     """Create and return ``folder``, write the configuration and remove files of an earlier run. For one rank.
 
     Args:
+        folder: Folder of the run. It may exist.
+        config: Contents of ``config.json``.
         kept: Epochs of :func:`read_epochs` if the run is resumed, otherwise None.
         plan: Candidates of ``auto``. None: the strategy was named.
 
@@ -52,17 +54,22 @@ def start_run(
         StorageError: the folder cannot be written.
     """
     target = Path(folder)
-    with _writing(target, "choose another folder with --out"):
+    with _report_write_errors(target, "choose another folder with --out"):
         target.mkdir(parents=True, exist_ok=True)
         if kept is not None:
             # The file is rewritten, so that later epochs are not appended to an incomplete line.
-            _write_atomically(target / METRICS, "".join(map(_epoch_line, kept)))
+            _write_atomically(target / METRICS, "".join(map(_format_epoch, kept)))
         elif (target / SUMMARY).is_file():
             log.warning("replacing the finished run in %s (no checkpoints, or --overwrite)", target)
 
-        stale = [SUMMARY, PICTURE] + ([] if kept else [METRICS]) + ([PLAN] if plan is None else [])
-        for name in stale:
+        stale_names = [SUMMARY, PICTURE]
+        if not kept:
+            stale_names.append(METRICS)
+        if plan is None:
+            stale_names.append(PLAN)
+        for name in stale_names:
             (target / name).unlink(missing_ok=True)
+
         if plan is not None:
             write_json(target / PLAN, plan)
         write_json(target / CONFIG, config)
@@ -71,8 +78,8 @@ def start_run(
 
 def append_epoch(folder: Path, record: EpochRecord) -> None:
     """Append ``record`` to ``metrics.jsonl``, so that a killed run keeps its epochs."""
-    with _writing(folder), (folder / METRICS).open("a", encoding="utf-8") as file:
-        file.write(_epoch_line(record))
+    with _report_write_errors(folder), (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(_format_epoch(record))
 
 
 def write_run(
@@ -85,13 +92,14 @@ def write_run(
 ) -> None:
     """Write a finished run like :func:`start_run`, each file atomically, the summary last. For one rank."""
     target = start_run(folder, config, epochs, plan=plan)
-    with _writing(target):
+    with _report_write_errors(target):
         write_json(target / SUMMARY, summary)
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """Read the candidates of ``auto``. Return None if the strategy was named."""
-    return _read_object(folder / PLAN) if (folder / PLAN).is_file() else None
+    path = folder / PLAN
+    return _read_object(path) if path.is_file() else None
 
 
 def read_run(folder: str | Path) -> Run:
@@ -109,12 +117,12 @@ def read_run(folder: str | Path) -> Run:
                 f"Repeat `dglx train DIR --out {source}`."
             )
 
-    return Run(
-        folder=source,
-        config=_read_object(source / CONFIG),
-        epochs=read_epochs(source),
-        summary=_read_object(source / SUMMARY) if (source / SUMMARY).is_file() else None,
-    )
+    config = _read_object(source / CONFIG)
+    epochs = read_epochs(source)
+    summary = None
+    if (source / SUMMARY).is_file():
+        summary = _read_object(source / SUMMARY)
+    return Run(folder=source, config=config, epochs=epochs, summary=summary)
 
 
 def read_spread(folder: Path) -> dict[str, Any] | None:
@@ -125,14 +133,14 @@ def read_spread(folder: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _writing(folder: Path, remedy: str = "free some space and repeat it") -> Iterator[None]:
+def _report_write_errors(folder: Path, remedy: str = "free some space and repeat it") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise StorageError(f"cannot write the run to {folder}: {error}; {remedy}") from error
 
 
-def _epoch_line(record: EpochRecord) -> str:
+def _format_epoch(record: EpochRecord) -> str:
     values = asdict(record) | {"samples_per_second": record.samples_per_second}
     return json.dumps(_to_json_value(values)) + "\n"
 
@@ -151,13 +159,15 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     """Read the epochs of a run, finished or not. There are none if the folder does not exist.
 
     A resumed run repeats epochs, so a later line replaces all lines from its epoch on. An incomplete last
-    line of a killed run is ignored. Raises StorageError if a line is damaged. The message names it.
+    line of a killed run is ignored. Raises StorageError if a line is damaged. The message names the line.
     """
     path = folder / METRICS
     if not path.is_file():
         return ()
+
     epochs: list[EpochRecord] = []
     try:
+        # The text after the last newline is empty, or an incomplete line.
         complete_lines = read_small_file(path).split(b"\n")[:-1]
         for number, line in enumerate(complete_lines, start=1):
             record = _read_epoch(line, f"line {number}")
@@ -166,19 +176,23 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
             epochs.append(record)
     except (OSError, ConfigError) as error:
         raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
-
     return tuple(epochs)
 
 
 def _read_epoch(line: bytes, where: str) -> EpochRecord:
+    """Return the record of ``line``. If the line is damaged, raise ConfigError that begins with ``where``."""
     values = Fields.parse(line, where)
-    # NaN is written as null.
-    nulls = [name for name, value in values.mapping.items() if value is None and name != "val_accuracy"]
-    readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
+    readers: dict[str, Any] = {}
+    for name, value in values.mapping.items():
+        # NaN is written as null. A missing validation accuracy is null, too, but stays None.
+        if value is None and name != "val_accuracy":
+            readers[name] = lambda _: math.nan
     readers["metrics"] = lambda name: _read_metrics(values.nested_fields(name)) if values.has(name) else {}
+
     record = values.record(EpochRecord, **readers)
-    if max(map(abs, (value for value in astuple(record) if isinstance(value, int)))) >= 1 << 63:
-        raise ConfigError(f"{where} has a count beyond 63 bits")
+    for value in astuple(record):
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ConfigError(f"{where} has a count beyond 63 bits")
     return record
 
 
@@ -189,9 +203,9 @@ def _read_metrics(values: Fields) -> dict[str, float]:
 def _to_json_value(value: object) -> object:
     """Return ``value`` as a JSON value. NaN and infinity become null, and other objects strings."""
     if isinstance(value, Mapping):
-        return {str(key): _to_json_value(inner) for key, inner in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json_value(inner) for inner in value]
+        return [_to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -200,7 +214,7 @@ def _to_json_value(value: object) -> object:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write JSON atomically, with NaN as null. OSError if it cannot be written."""
+    """Write ``value`` as JSON to ``path`` atomically, with NaN as null. Raise OSError on failure."""
     _write_atomically(path, json.dumps(_to_json_value(value), indent=2) + "\n")
 
 

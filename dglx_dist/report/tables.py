@@ -22,7 +22,8 @@ PHASES = (
 """Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
 """The same for the loader's threads, which run beside the training loop."""
-INSIDE, OUTSIDE = "#9ecae1", "#d62728"
+INSIDE = "#9ecae1"
+OUTSIDE = "#d62728"
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
 """Colours of runs, batches or intervals, which take them in turn."""
 
@@ -34,8 +35,11 @@ def format_count(count: float) -> str:
 
 def plural(count: object, noun: str) -> str:
     """Format a count with its noun: (1, "rank") gives ``1 rank``, (2, "class") gives ``2 classes``."""
-    shown = f"{count:g}" if isinstance(count, float) else count
-    return f"{shown} {noun}" if count == 1 else f"{shown} {noun}{'es' if noun.endswith('s') else 's'}"
+    text = f"{count:g}" if isinstance(count, float) else str(count)
+    if count == 1:
+        return f"{text} {noun}"
+    suffix = "es" if noun.endswith("s") else "s"
+    return f"{text} {noun}{suffix}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -50,10 +54,12 @@ def format_percent(fraction: float | None) -> str:
 
 def format_score(value: float | None) -> str:
     """Format a metric: 0.81234 gives ``0.8123``, None gives ``""``."""
-    return "" if value is None else f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
+    if value is None:
+        return ""
+    return f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
 
 
-def _table(names: Iterable[str], caption: str | None = None) -> Table:
+def _build_table(names: Iterable[str], caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in names:
         table.add_column(Text(escape_lines(name)), justify="right", no_wrap=True)
@@ -79,59 +85,75 @@ _SECONDS_OF_PLANS = "They are computing time of one process here, and bytes divi
 
 def build_plan_table(choice: Choice) -> Table:
     """Return a table with one row per candidate in the order of ``choice``. The chosen one is marked."""
-    is_tried = any(prediction.trial for prediction in choice.predictions)
-    hidden = {*(_OF_PLANS if is_tried else _OF_TRIALS)}
+    hidden_columns = set(_OF_TRIALS)
+    seconds_legend = _SECONDS_OF_PLANS
+    if any(prediction.trial for prediction in choice.predictions):
+        hidden_columns = set(_OF_PLANS)
+        seconds_legend = _SECONDS_OF_TRIALS
     if not choice.cluster.device_memory_bytes:
-        hidden.add("GPU")
-    seconds = _SECONDS_OF_TRIALS if is_tried else _SECONDS_OF_PLANS
-    names = [name for name in _PLAN_COLUMNS if name not in hidden]
-    table = _table(names, _PLAN_LEGEND.format(seconds=seconds))
+        hidden_columns.add("GPU")
+
+    names = [name for name in _PLAN_COLUMNS if name not in hidden_columns]
+    table = _build_table(names, _PLAN_LEGEND.format(seconds=seconds_legend))
+    # The columns of text: name, kind of steps and remark. Long names and remarks are wrapped.
     for column, wraps in ((1, True), (-2, False), (-1, True)):
-        table.columns[column].justify, table.columns[column].no_wrap = "left", not wraps
+        table.columns[column].justify = "left"
+        table.columns[column].no_wrap = not wraps
 
     for row, prediction in enumerate(choice.predictions):
-        eligible = prediction.feasible and not prediction.barred
-        style = "bold" if row == choice.picked else ("" if eligible else "dim")
-        following = choice.predictions[row + 1 : row + 2]
-        last = eligible and any(successor.barred or not successor.feasible for successor in following)
-        cells = zip(_PLAN_COLUMNS, _plan_cells(prediction, chosen=row == choice.picked), strict=True)
-        table.add_row(*(cell for name, cell in cells if name not in hidden), style=style, end_section=last)
+        is_chosen = row == choice.picked
+        style = "" if _is_eligible(prediction) else "dim"
+        if is_chosen:
+            style = "bold"
+        # A line follows the last candidate that may be chosen.
+        is_last = row + 1 < len(choice.predictions) and not _is_eligible(choice.predictions[row + 1])
+        end_section = _is_eligible(prediction) and is_last
 
+        cells = ("->" if is_chosen else "", *_format_prediction(prediction))
+        named_cells = zip(_PLAN_COLUMNS, cells, strict=True)
+        shown_cells = [cell for name, cell in named_cells if name not in hidden_columns]
+        table.add_row(*shown_cells, style=style, end_section=end_section)
     return table
 
 
-def _plan_cells(prediction: Prediction, *, chosen: bool) -> tuple[str, ...]:
-    limit = f"only with {prediction.barred}" if prediction.barred else ""
-    remark = prediction.why_not or "; ".join(filter(None, (prediction.not_tried, limit, prediction.note)))
-    kind = "exact" if prediction.candidate.exact else "estimate"
-    prefix = "" if prediction.bytes_exact else "~"
-    trial = prediction.trial
-    numbers = (
-        [""] * 5
-        if not prediction.epoch_seconds
-        else [
-            format_seconds(prediction.epoch_seconds),
-            *(["", ""] if trial is None else map(format_seconds, (trial.low, trial.high))),
-            *map(format_seconds, (prediction.compute_s, prediction.network_s)),
-        ]
-    )
-    sizes = (
-        [""] * 4
-        if not prediction.memory_bytes
-        else [
+def _is_eligible(prediction: Prediction) -> bool:
+    return prediction.feasible and not prediction.barred
+
+
+def _format_prediction(prediction: Prediction) -> tuple[str, ...]:
+    """Return the cells of the columns of a plan, from the candidate's name to the remark."""
+    seconds = ["", "", "", "", ""]
+    if prediction.epoch_seconds:
+        seconds[0] = format_seconds(prediction.epoch_seconds)
+        if prediction.trial is not None:
+            seconds[1] = format_seconds(prediction.trial.low)
+            seconds[2] = format_seconds(prediction.trial.high)
+        seconds[3] = format_seconds(prediction.compute_s)
+        seconds[4] = format_seconds(prediction.network_s)
+
+    sizes = ["", "", "", ""]
+    if prediction.memory_bytes:
+        prefix = "" if prediction.bytes_exact else "~"
+        sizes = [
             prefix + format_bytes(prediction.inter_server_bytes),
             prefix + format_bytes(prediction.intra_server_bytes),
             format_bytes(prediction.memory_bytes - prediction.device_memory_bytes),
             format_bytes(prediction.device_memory_bytes),
         ]
-    )
-    return ("->" if chosen else "", prediction.candidate.name, *numbers, *sizes, kind, remark)
+
+    remark = prediction.why_not
+    if not remark:
+        limit = f"only with {prediction.barred}" if prediction.barred else ""
+        remark = "; ".join(filter(None, (prediction.not_tried, limit, prediction.note)))
+    steps = "exact" if prediction.candidate.exact else "estimate"
+    return (prediction.candidate.name, *seconds, *sizes, steps, remark)
 
 
 def format_plan_head(choice: Choice) -> str:
     """Describe the graph, the training and the cluster of a plan."""
-    graph, cluster = choice.graph, choice.cluster
-    return (
+    graph = choice.graph
+    cluster = choice.cluster
+    text = (
         f"{visible(graph.name)}: {format_count(graph.nodes)} nodes, {format_count(graph.edges)} edges, "
         f"{graph.features} features, {format_percent(graph.edge_cut)} of the edges between servers "
         f"({graph.method})\n"
@@ -140,8 +162,10 @@ def format_plan_head(choice: Choice) -> str:
         f"{format_bytes(cluster.external_bytes_per_s)}/s outside, "
         f"{format_bytes(cluster.internal_bytes_per_s)}/s inside, "
         f"{plural(cluster.cores, 'core')} and {format_bytes(cluster.memory_bytes)} a rank"
-        + (f", {format_bytes(cluster.device_memory_bytes)} on its GPU" * bool(cluster.device_memory_bytes))
     )
+    if cluster.device_memory_bytes:
+        text += f", {format_bytes(cluster.device_memory_bytes)} on its GPU"
+    return text
 
 
 def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dict[str, object]:
@@ -152,50 +176,56 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
     ``checkpoint_seconds`` is the time that training stood still for checkpoints in all epochs, and
     ``evaluation_seconds`` the time of all evaluations. ``evaluation_bytes_outside`` is a mean over these.
     """
-    warm = list(epochs[1:]) or list(epochs)
-    evaluated = [e for e in epochs if e.evaluation_s]
-    hits = sum(e.cache_hits for e in warm)
-    misses = sum(e.cache_misses for e in warm)
-    return {
+    warm = epochs[1:] or epochs
+    summary = {
         **facts,
         "epochs": len(epochs),
-        "epoch_seconds": median(e.seconds for e in warm) if warm else None,
-        "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
-        "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
-        "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
-        # There is no rate if no row of a cached tensor was remote.
-        **({"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}),
-        **(_summarise_evaluations(evaluated) if evaluated else {}),
-        **({"checkpoint_seconds": pauses} if (pauses := sum(e.checkpoint_s for e in epochs)) else {}),
-        "phase_seconds": average_phases(warm),
+        "epoch_seconds": None,
+        "samples_per_second": None,
+        "bytes_inside": 0,
+        "bytes_outside": 0,
     }
+    if warm:
+        summary["epoch_seconds"] = median(record.seconds for record in warm)
+        summary["samples_per_second"] = median(record.samples_per_second for record in warm)
+        summary["bytes_inside"] = round(fmean(record.bytes_inside for record in warm))
+        summary["bytes_outside"] = round(fmean(record.bytes_outside for record in warm))
 
+    # There is no rate if no row of a cached tensor was remote.
+    num_hits = sum(record.cache_hits for record in warm)
+    num_misses = sum(record.cache_misses for record in warm)
+    if num_hits + num_misses:
+        summary["cache_hit_rate"] = num_hits / (num_hits + num_misses)
 
-def _summarise_evaluations(epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    return {
-        "evaluation_seconds": sum(epoch.evaluation_s for epoch in epochs),
-        "evaluation_bytes_outside": round(fmean(epoch.evaluation_bytes_outside for epoch in epochs)),
-    }
+    evaluated = [record for record in epochs if record.evaluation_s]
+    if evaluated:
+        mean_bytes = fmean(record.evaluation_bytes_outside for record in evaluated)
+        summary["evaluation_seconds"] = sum(record.evaluation_s for record in evaluated)
+        summary["evaluation_bytes_outside"] = round(mean_bytes)
+    checkpoint_seconds = sum(record.checkpoint_s for record in epochs)
+    if checkpoint_seconds:
+        summary["checkpoint_seconds"] = checkpoint_seconds
+    summary["phase_seconds"] = average_phases(warm)
+    return summary
 
 
 def format_run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
     """Return the heading of a run's picture."""
     facts = {**config, **summary}
-    return (
-        f"{facts.get('graph', '?')}: {facts.get('model', '?')} by {facts.get('strategy', '?')}, "
-        f"{plural(facts.get('ranks', '?'), 'rank')} on {plural(facts.get('servers', '?'), 'server')}"
-    )
+    ranks = plural(facts.get("ranks", "?"), "rank")
+    servers = plural(facts.get("servers", "?"), "server")
+    model = f"{facts.get('model', '?')} by {facts.get('strategy', '?')}"
+    return f"{facts.get('graph', '?')}: {model}, {ranks} on {servers}"
 
 
 def average_phases(epochs: Sequence[EpochRecord]) -> dict[str, float]:
     """Return the mean seconds per epoch of each phase, empty without epochs."""
-    phases = ("sample", "fetch", "wait", "compute", "exchange") if epochs else ()
-    return {phase: fmean(getattr(record, f"{phase}_s") for record in epochs) for phase in phases}
-
-
-_EPOCH_COLUMNS = (
-    "seconds", "samples/s", "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
-)  # fmt: skip
+    means: dict[str, float] = {}
+    if not epochs:
+        return means
+    for phase in ("sample", "fetch", "wait", "compute", "exchange"):
+        means[phase] = fmean(getattr(record, f"{phase}_s") for record in epochs)
+    return means
 
 
 def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
@@ -211,42 +241,82 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
     characters.
     """
     epochs = list(epochs)
-    scores: dict[str, list[str]] = {}
-    if any(not math.isnan(record.train_accuracy) for record in epochs):
-        scores["train"] = [format_percent(record.train_accuracy) for record in epochs]
-    if any(record.val_accuracy is not None for record in epochs):
-        scores["val"] = [format_percent(record.val_accuracy) for record in epochs]
-    for name in dict.fromkeys(name for record in epochs for name in record.metrics):
-        if name.startswith("val_") and name != "val_accuracy":
-            # The heading has two lines, because link prediction has five metrics.
-            scores[name.replace("_", "\n", 1)] = [format_score(record.metrics.get(name)) for record in epochs]
+    scores = _list_score_columns(epochs)
+    costs: dict[str, list[str]] = {}
+    for record in epochs:
+        for name, cell in _format_costs(record).items():
+            costs.setdefault(name, []).append(cell)
 
-    costs = dict(zip(_EPOCH_COLUMNS, map(list, zip(*map(_epoch_cells, epochs), strict=True)), strict=False))
-    if any(record.cache_hit_rate is not None for record in epochs):
-        costs["hits"] = [format_percent(record.cache_hit_rate) for record in epochs]
-    costs["saving"] = [format_seconds(record.checkpoint_s) for record in epochs]
-    costs["eval"] = [format_seconds(record.evaluation_s) for record in epochs]
-    costs["eval\noutside"] = [format_bytes(record.evaluation_bytes_outside) for record in epochs]
-    required = {
-        "epoch": [str(record.epoch) for record in epochs],
-        "loss": [f"{record.loss:.4f}" for record in epochs],
-        **scores,
-    }
-    shown = required | {name: cells for name, cells in costs.items() if not _ZEROS.issuperset(cells)}
-    while len(shown) > len(required) and _measure_width(shown) > width:
-        shown.popitem()
-    dropped = [name for name in costs if name not in shown and not _ZEROS.issuperset(costs[name])]
-    table = _table(shown, _EPOCH_LEGEND + (f"; no room for {', '.join(dropped)}" if dropped else ""))
-    for cells in zip(*shown.values(), strict=True):
-        table.add_row(*cells)
+    columns = dict(scores)
+    for name, cells in costs.items():
+        if not _ZEROS.issuperset(cells):
+            columns[name] = cells
+    # The last columns are the least important ones.
+    dropped_names: list[str] = []
+    while len(columns) > len(scores) and _measure_width(columns) > width:
+        name, _ = columns.popitem()
+        dropped_names.insert(0, name)
+    legend = _EPOCH_LEGEND
+    if dropped_names:
+        legend += f"; no room for {', '.join(dropped_names)}"
+
+    table = _build_table(columns, legend)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
-_ZEROS = frozenset(("0.000", "0 B"))
+def _list_score_columns(epochs: Sequence[EpochRecord]) -> dict[str, list[str]]:
+    """Return the cells of epoch, loss and metrics by heading. Metrics that no epoch has are left out."""
+    columns = {
+        "epoch": [str(record.epoch) for record in epochs],
+        "loss": [f"{record.loss:.4f}" for record in epochs],
+    }
+    if any(not math.isnan(record.train_accuracy) for record in epochs):
+        columns["train"] = [format_percent(record.train_accuracy) for record in epochs]
+    if any(record.val_accuracy is not None for record in epochs):
+        columns["val"] = [format_percent(record.val_accuracy) for record in epochs]
+
+    names: dict[str, None] = {}
+    for record in epochs:
+        names |= dict.fromkeys(record.metrics)
+    for name in names:
+        if name.startswith("val_") and name != "val_accuracy":
+            # The heading has two lines, because link prediction has five metrics.
+            heading = name.replace("_", "\n", 1)
+            columns[heading] = [format_score(record.metrics.get(name)) for record in epochs]
+    return columns
+
+
+def _format_costs(record: EpochRecord) -> dict[str, str]:
+    """Return the cells of seconds and bytes by heading, the most important column first."""
+    return {
+        "seconds": format_seconds(record.seconds),
+        "samples/s": format_count(record.samples_per_second),
+        "sample": format_seconds(record.sample_s),
+        "fetch": format_seconds(record.fetch_s),
+        "wait": format_seconds(record.wait_s),
+        "compute": format_seconds(record.compute_s),
+        "exchange": format_seconds(record.exchange_s),
+        "inside": format_bytes(record.bytes_inside),
+        "outside": format_bytes(record.bytes_outside),
+        "hits": format_percent(record.cache_hit_rate),
+        "saving": format_seconds(record.checkpoint_s),
+        "eval": format_seconds(record.evaluation_s),
+        "eval\noutside": format_bytes(record.evaluation_bytes_outside),
+    }
+
+
+_ZEROS = frozenset(("", "0.000", "0 B"))
+"""Cells that show no cost."""
 
 
 def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
-    return -1 + sum(3 + max(map(len, (*name.split("\n"), *cells))) for name, cells in columns.items())
+    """Return the width of a table in characters. Three characters separate neighbouring columns."""
+    width = -1
+    for name, cells in columns.items():
+        width += 3 + max(map(len, (*name.split("\n"), *cells)))
+    return width
 
 
 _EPOCH_LEGEND = (
@@ -256,24 +326,13 @@ _EPOCH_LEGEND = (
 )
 
 
-def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
-    phases = (record.sample_s, record.fetch_s, record.wait_s, record.compute_s, record.exchange_s)
-    return (
-        format_seconds(record.seconds),
-        format_count(record.samples_per_second),
-        *(format_seconds(seconds) for seconds in phases),
-        format_bytes(record.bytes_inside),
-        format_bytes(record.bytes_outside),
-    )
-
-
 def build_summary_table(summary: Mapping[str, object]) -> Table:
     """Return a table of the figures of ``summary.json``, one per row. Nested ones are ``outer.inner``."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, (_, cell) in flat_cells(summary).items():
-        table.add_row(name, cell)
+    for name, (_, text) in flat_cells(summary).items():
+        table.add_row(name, text)
     return table
 
 
@@ -283,24 +342,29 @@ def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
     The deviation of a single run is None.
     """
-    metrics: dict[str, dict[str, float]] = {run: {} for run in summaries}
+    metrics: dict[str, dict[str, float]] = {}
     for run, summary in summaries.items():
-        scores = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
-        metrics[run] = {name: value for name, value in scores.items() if isinstance(value, float)}
+        metrics[run] = {}
+        for name, value in summary.items():
+            if name.startswith(("val_", "test_")) and isinstance(value, float):
+                metrics[run][name] = value
 
-    # An earlier run may have other metrics.
+    means = {}
+    deviations = {}
     runs = list(metrics.values())
-    shared = [name for name in runs[0] if all(name in run_metrics for run_metrics in runs)]
-    columns = {name: [run_metrics[name] for run_metrics in runs] for name in shared}
-    means = {name: fmean(column) for name, column in columns.items()}
-    deviations = {name: stdev(column) if len(column) > 1 else None for name, column in columns.items()}
+    for name in runs[0]:
+        values = [run_metrics[name] for run_metrics in runs if name in run_metrics]
+        # An earlier run may have other metrics.
+        if len(values) == len(runs):
+            means[name] = fmean(values)
+            deviations[name] = stdev(values) if len(values) > 1 else None
     return {"runs": metrics, "mean": means, "std": deviations}
 
 
 def build_spread_table(summary: Mapping[str, Any]) -> Table:
     """Return a table with one row per run of :func:`spread`, followed by mean and standard deviation."""
     cells = spread_cells(summary)
-    table = _table(("run", *cells))
+    table = _build_table(("run", *cells))
     for run, values in summary["runs"].items():
         table.add_row(run, *(_format_cell(values.get(name), name) for name in cells))
     table.add_row("mean ± std", *(text for _, text in cells.values()), style="bold")
@@ -309,17 +373,23 @@ def build_spread_table(summary: Mapping[str, Any]) -> Table:
 
 def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     """Return (mean, text of mean and standard deviation) of each metric of :func:`spread`."""
-    deviations = {name: _format_cell(summary["std"][name], name) for name in summary["mean"]}
-    means = summary["mean"].items()
-    return {name: (mean, f"{_format_cell(mean, name)} ± {deviations[name]}") for name, mean in means}
+    cells: dict[str, tuple[object, str]] = {}
+    for name, mean in summary["mean"].items():
+        deviation = _format_cell(summary["std"][name], name)
+        cells[name] = (mean, f"{_format_cell(mean, name)} ± {deviation}")
+    return cells
 
 
 def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
     """Return a table with the figures of several runs: one figure per row, one column per run."""
     table = Table("", *summaries, box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = [flat_cells(summary) for summary in summaries.values()]
-    for row in dict.fromkeys(name for cells in columns for name in cells):
-        table.add_row(row, *(cells.get(row, (None, "-"))[1] for cells in columns))
+    cells_of_runs = [flat_cells(summary) for summary in summaries.values()]
+    names: dict[str, None] = {}
+    for cells in cells_of_runs:
+        names |= dict.fromkeys(cells)
+    for name in names:
+        texts = [cells.get(name, (None, "-"))[1] for cells in cells_of_runs]
+        table.add_row(name, *texts)
     return table
 
 
@@ -329,15 +399,16 @@ def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     for name, value in values.items():
         if name in ("traffic", "rank_memory_bytes"):
             continue
-        nested = value if isinstance(value, Mapping) else {"": value}
-        for inner_name, figure in nested.items():
-            key = f"{name}.{inner_name}" if nested is value else name
-            cells[key] = (figure, _format_cell(figure, str(inner_name), name))
+        if not isinstance(value, Mapping):
+            cells[name] = (value, _format_cell(value, name))
+            continue
+        for inner_name, figure in value.items():
+            cells[f"{name}.{inner_name}"] = (figure, _format_cell(figure, str(inner_name), name))
     return cells
 
 
 def _format_cell(value: object, *names: str) -> str:
-    # The unit follows from the names.
+    """Return ``value`` with the unit that follows from the ``names`` of the figure."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -355,9 +426,9 @@ def _format_cell(value: object, *names: str) -> str:
 
 def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     """Return a table with one row per part and the given columns of one value per part."""
-    table = _table(["part", *columns])
+    table = _build_table(["part", *columns])
     for part, values in enumerate(zip(*columns.values(), strict=True)):
-        table.add_row(str(part), *(str(value) for value in values))
+        table.add_row(str(part), *map(str, values))
     return table
 
 
@@ -370,23 +441,30 @@ def build_expansion_table(
     Args:
         factors: (K + 1, S) nodes within h hops relative to own nodes.
         foreign: (K + 1,) nodes of other servers, on the server with the most such nodes.
+        row_bytes: Bytes of the features of a node.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
-    servers = len(factors[0])
-    heads = ["least", "mean", "most"]
-    if servers <= _MAX_COLUMNS:
-        heads = [f"server {server}" for server in range(servers)]
-    table = _table(("hops", *heads, "foreign nodes", "features", "work"), _EXPANSION_LEGEND)
-    for hop, (row, nodes, times) in enumerate(zip(factors, foreign, work, strict=True)):
-        figures = row if servers <= _MAX_COLUMNS else [min(row), sum(row) / servers, max(row)]
+    num_servers = len(factors[0])
+    # A table of many servers would not fit the terminal, so it has the extremes and the mean.
+    has_all_servers = num_servers <= _MAX_COLUMNS
+    names = ["least", "mean", "most"]
+    if has_all_servers:
+        names = [f"server {server}" for server in range(num_servers)]
+    table = _build_table(("hops", *names, "foreign nodes", "features", "work"), _EXPANSION_LEGEND)
+
+    rows = zip(factors, foreign, work, strict=True)
+    for hop, (server_factors, num_foreign, relative_work) in enumerate(rows):
+        figures = server_factors
+        if not has_all_servers:
+            mean = sum(server_factors) / num_servers
+            figures = [min(server_factors), mean, max(server_factors)]
         table.add_row(
             str(hop),
             *(f"{factor:.2f}" for factor in figures),
-            format_count(nodes),
-            format_bytes(nodes * row_bytes),
-            f"{times:.2f}",
+            format_count(num_foreign),
+            format_bytes(num_foreign * row_bytes),
+            f"{relative_work:.2f}",
         )
-
     return table
 
 

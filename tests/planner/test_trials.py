@@ -306,7 +306,7 @@ def choose_with_memory_for_one(data: str) -> list[str]:
 def close_all(race: Any, _: Any) -> None:
     for contestant in [*race.running]:
         race._drop(contestant)
-        race._closed_for_memory.append(contestant.place)
+        race._closed_for_memory.append(contestant.index)
 
 
 @pytest.mark.wide

@@ -38,7 +38,7 @@ _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Work of an epoch other than mini-batches. It is counted once for all candidates that need it.
+    """Work of an epoch other than mini-batches. All candidates that need a work share its counts.
 
     Subclasses are frozen dataclasses of JSON values.
     """
@@ -82,15 +82,17 @@ class PlannedRun:
     def plan_seeds(self) -> Array:
         """(K,) int64 training nodes in the ids of :attr:`partition`, which are unified ids of all types."""
         structure = self.partition.structure
-        return (
-            structure.unify({self.ntype: self.seeds}) if isinstance(structure, UnifiedGraph) else self.seeds
-        )
+        if isinstance(structure, UnifiedGraph):
+            return structure.unify({self.ntype: self.seeds})
+        return self.seeds
 
     @property
     def ranks_here(self) -> Sequence[int]:
         """Ranks that this process counts for."""
         topology = self.partition.topology
-        return [topology.rank] if self.in_job else range(topology.world_size)
+        if self.in_job:
+            return [topology.rank]
+        return range(topology.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +213,7 @@ class EpochCounts:
     """Memory of a rank without a graph and a model."""
     context: CandidateContext
     batches: BatchWork | None
-    """Counted mini-batches. None: they were not requested."""
+    """Counted mini-batches. None if no mini-batches were requested."""
     works: Mapping[Work, Any]
     structure_partitioned: bool
     """Whether servers ask each other for in-edges."""
@@ -244,23 +246,27 @@ class EpochCounts:
     @property
     def structure_bytes(self) -> int:
         """Bytes of the in-edges that a rank maps."""
-        return self.graph.structure_bytes // (self.cluster.servers if self.structure_partitioned else 1)
+        if self.structure_partitioned:
+            return self.graph.structure_bytes // self.cluster.servers
+        return self.graph.structure_bytes
 
     @property
     def own_feature_bytes(self) -> int:
         """Bytes of the features of a server, which its ranks share."""
+        # The negations round up.
         return -(-self.graph.all_feature_bytes // self.cluster.servers)
 
     def activations(self, targets: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """Return (L,) bytes that forward keeps for backward, for (L,) target and source rows of a layer.
+        """Return the (L,) bytes that forward keeps for backward in each layer.
 
-        A layer keeps its sums, three tensors of the width of its result for each target, and one for each
-        source.
+        ``targets`` and ``sources`` are the (L,) numbers of rows of the layers. For each target, a layer keeps
+        its sums and three tensors of the width of its result. For each source, it keeps one such tensor.
         """
-        return [
-            self.shape.itemsize * (t * (layer.summed + 3 * layer.outputs) + s * layer.outputs)
-            for layer, t, s in zip(self.shape.layers, targets, sources, strict=True)
-        ]
+        layer_bytes = []
+        for layer, num_targets, num_sources in zip(self.shape.layers, targets, sources, strict=True):
+            num_values = num_targets * (layer.summed + 3 * layer.outputs) + num_sources * layer.outputs
+            layer_bytes.append(self.shape.itemsize * num_values)
+        return layer_bytes
 
     def backward_bytes(self, activations: Sequence[int]) -> int:
         """Return the bytes of gradients of the parameters and of the rows of the largest layer."""
@@ -276,21 +282,32 @@ class EpochCounts:
             in_flight: Number of batches that are trained at a time.
         """
         sources, targets, edges = self.mini_batches.largest
-        inputs = sources[0] * self.shape.features * self.shape.itemsize
-        blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
-        blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
+        input_bytes = sources[0] * self.shape.features * self.shape.itemsize
+        block_bytes = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
+        first_block_bytes = _BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0]
+        block_bytes += (owners - 1) * first_block_bytes
+
+        # The loader holds the batch that it builds and the batches ahead of training.
+        num_loaded = _BATCHES_AHEAD + 1 + in_flight
+        loaded_bytes = num_loaded * (input_bytes + block_bytes)
         activations = self.activations(targets, sources)
         step_bytes = sum(activations) + self.backward_bytes(activations)
-        loaded_bytes = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
-        parameter_bytes = self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes
-        static_bytes = parameter_bytes + held + self.structure_bytes
+
+        optimizer_bytes = OPTIMIZER_COPIES * self.parameter_bytes
+        static_bytes = self.fixed_bytes + optimizer_bytes + held + self.structure_bytes
         return static_bytes + round(ALLOCATOR_OVERHEAD * (step_bytes + loaded_bytes))
 
     def find_cache(self, candidate: Candidate) -> CacheHits | None:
-        """Return the counted cache of ``candidate``, or None if it has none or it was not counted."""
-        caches = () if self.batches is None or candidate.cache is None else self.batches.caches
-        key = candidate.cache, candidate.cache_alpha
-        return next((cache for cache in caches if (cache.policy, cache.alpha) == key), None)
+        """Return the counted cache of ``candidate``.
+
+        The result is None if the candidate has no cache, or if its cache was not counted.
+        """
+        if self.batches is None or candidate.cache is None:
+            return None
+        for cache in self.batches.caches:
+            if (cache.policy, cache.alpha) == (candidate.cache, candidate.cache_alpha):
+                return cache
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,10 +321,13 @@ class Traffic:
     once: int = 0
     """Bytes between servers before the first epoch."""
     exact: bool = True
-    """Whether the bytes equal the ledger's. Otherwise they are estimates."""
+    """Whether the ledger of a run shows the same bytes. False: the bytes are estimates."""
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of an epoch on the slower links, between or in servers. Each server has both."""
+        """Return the seconds of an epoch on the slower links, which are between or within servers.
+
+        All servers send at the same time, so each of them needs its share of the seconds.
+        """
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
         return max(outside, inside) / cluster.servers
@@ -327,7 +347,7 @@ class Cost:
     note: str = ""
     """Remark for tables."""
     why_not: str = ""
-    """Reason why the candidate is not feasible. Empty: it is."""
+    """Reason why the candidate is not feasible. Empty if the candidate is feasible."""
 
 
 class CostModel(ABC):
@@ -392,22 +412,28 @@ def build_traffic(
         startup_bytes: Bytes between servers before the first epoch.
         is_exact: Whether the ledger of a run will show the same bytes. Otherwise they are estimates.
     """
-    bytes_outside, bytes_inside = gradient_sums
+    gradients_outside, gradients_inside = gradient_sums
     return Traffic(
-        outside=present(**{**outside, GRADIENTS: bytes_outside}),
-        inside=present(**{**inside, GRADIENTS: bytes_inside}),
+        outside=present(**{**outside, GRADIENTS: gradients_outside}),
+        inside=present(**{**inside, GRADIENTS: gradients_inside}),
         once=startup_bytes,
         exact=is_exact,
     )
 
 
 def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
-    """Return the bytes (between servers, within servers) of ``steps`` ring all-reduces of ``num_bytes`` each.
+    """Return the bytes of ``steps`` ring all-reduces of ``num_bytes`` each, between and within servers.
 
-    ``server_of`` has the server of each of the W ranks. A rank sends to the rank with the next number.
+    ``server_of`` has the server of each of the W ranks.
     """
-    ranks = len(server_of)
-    # A rank of the ring sends to the next rank, which may be on another server.
-    border_ranks = [rank for rank, server in enumerate(server_of) if server != server_of[(rank + 1) % ranks]]
-    outside = steps * sum(ring_bytes(num_bytes, ranks, rank) for rank in border_ranks)
-    return outside, steps * 2 * (ranks - 1) * num_bytes - outside
+    num_ranks = len(server_of)
+    outside = 0
+    for rank, server in enumerate(server_of):
+        # A rank of the ring sends to the next rank, which may be on another server.
+        next_rank = (rank + 1) % num_ranks
+        if server_of[next_rank] != server:
+            outside += steps * ring_bytes(num_bytes, num_ranks, rank)
+
+    # Together the ranks of a ring send 2 (W - 1) times the bytes.
+    total = steps * 2 * (num_ranks - 1) * num_bytes
+    return outside, total - outside

@@ -26,21 +26,29 @@ class DataParallelCosts(CostModel):
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         work = counts.mini_batches
-        cache = counts.find_cache(candidate) or CacheHits(policy="", alpha=0.0)
-        row = ID_BYTES + counts.graph.feature_bytes
-        missed = work.survey.feature_bytes - cache.hits * row
-        trained_outside, inside = work.survey.trained_rows.traffic(counts.shape.trained_row_bytes)
-        outside = {**count_row_bytes(replace(work.survey, feature_bytes=missed)), **trained_outside}
+        survey = work.survey
+        cache = counts.find_cache(candidate)
+        if cache is None:
+            cache = CacheHits(policy="", alpha=0.0)
+
+        # Rows in the cache are not sent again.
+        row_bytes = ID_BYTES + counts.graph.feature_bytes
+        missed_bytes = survey.feature_bytes - cache.hits * row_bytes
+        trained_outside, trained_inside = survey.trained_rows.traffic(counts.shape.trained_row_bytes)
+        outside = {**count_row_bytes(replace(survey, feature_bytes=missed_bytes)), **trained_outside}
         sums = ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps)
-        shared = cache.server_bytes + counts.own_feature_bytes
-        startup_bytes = cache.once_rows * row
+        startup_bytes = cache.once_rows * row_bytes
+        traffic = build_traffic(
+            outside, trained_inside, sums, startup_bytes=startup_bytes, is_exact=work.is_complete
+        )
+
+        shared_bytes = cache.server_bytes + counts.own_feature_bytes
+        held_bytes = shared_bytes + cache.rank_bytes
         return Cost(
-            traffic=build_traffic(
-                outside, inside, sums, startup_bytes=startup_bytes, is_exact=work.is_complete
-            ),
-            memory=counts.batch_memory(held=shared + cache.rank_bytes),
-            shared=shared + counts.structure_bytes,
-            on_host=counts.program_bytes + shared + cache.rank_bytes + counts.structure_bytes,
+            traffic=traffic,
+            memory=counts.batch_memory(held=held_bytes),
+            shared=shared_bytes + counts.structure_bytes,
+            on_host=counts.program_bytes + held_bytes + counts.structure_bytes,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -72,12 +73,16 @@ class StepSizes:
 
 
 def read_step_sizes(plan: RankPlan) -> StepSizes:
+    """Return the rows and edges of the step of ``plan``."""
     layers = plan.layers
+    num_sent = []
+    for layer in layers:
+        num_sent.append(sum(len(rows) for _, rows in layer.send))
     return StepSizes(
         rows=(layers[0].own_rows, *(layer.targets for layer in layers)),
         sources=tuple(layer.num_sources for layer in layers),
         edges=tuple(len(layer.indices) for layer in layers),
-        sent=tuple(sum(len(rows) for _, rows in layer.send) for layer in layers),
+        sent=tuple(num_sent),
     )
 
 
@@ -99,9 +104,9 @@ class FullWork:
     """Trainable input rows. Layer 1 reads them by id, so :attr:`outside` and :attr:`inside` lack them."""
     steps: int = 1
     cover: FullWork | None = None
-    """The same work if layers above the first exchange the rows of covers. None: they were not counted."""
+    """The same work if layers above the first exchange rows of covers. None if covers were not counted."""
     plan: RankPlan | TypedPlan | None = None
-    """Plan of the largest step of any rank. None: another process has it."""
+    """Plan of the largest step of any rank. None if another process may have built the plan."""
 
 
 @final
@@ -116,83 +121,110 @@ class FullGraphScheme(Work):
     cooperative_batches: int = 1
 
     def describe(self, num_layers: int) -> str:
-        num_batches = self.cooperative_batches
-        batches = f" in {num_batches} cooperative batches" if num_batches > 1 else ""
-        sampled = ", sampled" if self.eas else ""
-        return f"plans of {self.hops} of {num_layers} layers preloaded{sampled}{batches}"
+        text = f"plans of {self.hops} of {num_layers} layers preloaded"
+        if self.eas:
+            text += ", sampled"
+        if self.cooperative_batches > 1:
+            text += f" in {self.cooperative_batches} cooperative batches"
+        return text
 
     def count(self, run: PlannedRun) -> FullWork | None:
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
         # In a job, free memory differs between ranks, but either all ranks must count or none.
-        free_bytes = machine_memory()[1] if not run.in_job else sys.maxsize
+        free_bytes = sys.maxsize
+        if not run.in_job:
+            free_bytes = machine_memory()[1]
         if run.graph.edges * _PLAN_BYTES > free_bytes:
             return None
+
         graph = run.partition.structure
-        is_typed = isinstance(graph, UnifiedGraph)
-        covers = self.cooperative_batches == 1 and not self.eas and not is_typed
-        covers &= run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free_bytes
-        partition, num_batches = run.partition, self.cooperative_batches
-        pieces = [
-            [ids] if num_batches == 1 else compose_batches(ids, num_batches, "random", seed=partition.seed)
-            for ids in split_by_server(partition, run.plan_seeds)
-        ]
+        can_cover = self.cooperative_batches == 1 and not self.eas and not isinstance(graph, UnifiedGraph)
+        use_cover = can_cover and run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free_bytes
+        sizes, plan = self._count_steps(run, use_cover)
+        works = [decode_work(variant, run.partition.topology) for variant in sizes]
+        cover = works[1] if use_cover else None
+        if run.in_job or plan is None:
+            return replace(works[0], cover=cover)
+        if isinstance(graph, UnifiedGraph):
+            return replace(works[0], cover=cover, plan=graph.split(plan))
+        return replace(works[0], cover=cover, plan=plan)
+
+    def _count_steps(self, run: PlannedRun, use_cover: bool) -> tuple[Array, RankPlan | None]:
+        """Build the plans of all steps. Return their sizes, and the largest plan that this process built.
+
+        The sizes have one entry for plans of source rows and, with ``use_cover``, one for plans of covers.
+        Each entry is the (R, W, K) array of the packed sizes by step and rank.
+        """
+        topology = run.partition.topology
+        make_plans = self._make_planner(run, use_cover)
+        steps = self._compose_steps(run)
+        counted: list[list[list[Array]]] = []
+        largest_plan = None
+        most_work = -1
+        for step in steps:
+            counted.append([])
+            for rank, plan in zip(run.ranks_here, make_plans(step), strict=True):
+                work = _measure_plan(plan)
+                if work > most_work:
+                    largest_plan = plan
+                    most_work = work
+                trained = find_trained_rows(run, plan, rank)
+                variants = [pack_sizes(plan, topology.world_size, trained)]
+                if use_cover:
+                    variants.append(pack_sizes(use_covers(plan), topology.world_size, trained))
+                counted[-1].append(variants)
+
+        sizes: Array = np.array(counted)
+        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape)
+        # (processes, R, ranks of a process, variants, K) to (variants, R, processes, ranks of a process, K)
+        ordered = gathered.transpose(3, 1, 0, 2, 4)
+        return ordered.reshape(len(ordered), len(steps), topology.world_size, -1), largest_plan
+
+    def _compose_steps(self, run: PlannedRun) -> list[list[Array]]:
+        """Return the (K,) int64 seeds of each step and server. At least one server has seeds in a step."""
+        num_batches = self.cooperative_batches
+        batches_by_server: list[Sequence[Array]] = []
+        for ids in split_by_server(run.partition, run.plan_seeds):
+            batches: Sequence[Array] = [ids]
+            if num_batches > 1:
+                batches = compose_batches(ids, num_batches, "random", seed=run.partition.seed)
+            batches_by_server.append(batches)
 
         # A server may have fewer seeds than there are batches.
-        steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
-        topology = partition.topology
-        make_plans = self._make_planner(run, covers)
-        largest = _LargestPlan()
+        steps = [list(step) for step in zip(*batches_by_server, strict=True)]
+        return [step for step in steps if any(map(len, step))]
 
-        def count_plan(rank: int, plan: RankPlan) -> list[Array]:
-            largest.consider(plan)
-            trained = find_trained_rows(run, plan, rank)
-            variants = [plan, use_covers(plan)] if covers else [plan]
-            return [pack_sizes(variant, topology.world_size, trained) for variant in variants]
-
-        counted = []
-        for step in steps:
-            plans = zip(run.ranks_here, make_plans([*step]), strict=True)
-            counted.append([count_plan(rank, plan) for rank, plan in plans])
-        sizes: Array = np.array(counted)
-        # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
-        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
-        ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
-        works = [decode_work(variant, topology) for variant in ordered]
-        plan: RankPlan | TypedPlan | None = None if run.in_job else largest.plan
-        if isinstance(graph, UnifiedGraph) and isinstance(plan, RankPlan):
-            plan = graph.split(plan)
-        return replace(works[0], cover=works[1] if covers else None, plan=plan)
-
-    def _make_planner(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
+    def _make_planner(self, run: PlannedRun, use_cover: bool) -> Callable[[list[Array]], list[RankPlan]]:
+        """Return a function from the seeds of a step by server to the plans of the ranks counted here."""
         topology = run.partition.topology
         eas = self.eas and make_selection(self.eas, seed=run.partition.seed)
-        options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": covers}
+        options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": use_cover}
         options["num_layers"] = run.num_layers
         if not run.in_job:
-            return lambda seeds: make_all_plans(run.partition, seeds, **options)
+            return partial(make_all_plans, run.partition, **options)
         planner = Planner(run.g)
 
         def make_plan(seeds: list[Array]) -> list[RankPlan]:
             # One rank of a server passes the seeds of the whole server.
-            server_seeds = seeds[topology.server] if topology.local_rank == 0 else NO_IDS
+            server_seeds = NO_IDS
+            if topology.local_rank == 0:
+                server_seeds = seeds[topology.server]
             return [planner.plan(PlanRequest(seeds=server_seeds, show_progress=False, **options))]
 
         return make_plan
 
     def blocks(self, counts: FullWork) -> tuple[list[Any], int] | None:
-        return None if counts.plan is None else (build_blocks(counts.plan), counts.steps)
+        if counts.plan is None:
+            return None
+        return build_blocks(counts.plan), counts.steps
 
 
-class _LargestPlan:
-    def __init__(self) -> None:
-        self.plan: RankPlan | None = None
-        self._size = -1
-
-    def consider(self, plan: RankPlan) -> None:
-        size = sum(len(layer.indices) + layer.targets for layer in plan.layers) + plan.layers[0].own_rows
-        if size > self._size:
-            self.plan, self._size = plan, size
+def _measure_plan(plan: RankPlan) -> int:
+    """Return the edges and rows of ``plan``, which tell how long its step takes."""
+    num_edges = sum(len(layer.indices) for layer in plan.layers)
+    num_targets = sum(layer.targets for layer in plan.layers)
+    return num_edges + num_targets + plan.layers[0].own_rows
 
 
 def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array, Array]:
@@ -206,12 +238,17 @@ def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array
     graph = run.partition.structure
     if not isinstance(graph, UnifiedGraph):
         return np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
-    types = [number for number, ntype in enumerate(graph.ntypes) if ntype in run.trained_types]
-    first = plan.layers[0]
-    rows = np.concatenate([plan.nodes, first.halo_nodes])
-    is_trained = np.isin(graph.nodes.locate(rows)[0], types)
+
+    first_layer = plan.layers[0]
+    rows = np.concatenate([plan.nodes, first_layer.halo_nodes])
+    trained_types = [index for index, ntype in enumerate(graph.ntypes) if ntype in run.trained_types]
+    types, _ = graph.nodes.locate(rows)
+    is_trained = np.isin(types, trained_types)
     owners = run.partition.find_owners(rows[is_trained])
-    senders = np.repeat(*np.array(first.receive, np.int64).reshape(-1, 2).T)
+
+    # The halo rows are in order of the ranks that send them.
+    ranks, num_rows = np.array(first_layer.receive, np.int64).reshape(-1, 2).T
+    senders = np.repeat(ranks, num_rows)
     trained_senders = senders[is_trained[len(plan.nodes) :]]
     return (
         np.bincount(owners[owners != rank], minlength=world_size),
@@ -225,57 +262,69 @@ def pack_sizes(plan: RankPlan, world_size: int, trained: tuple[Array, Array] | N
     The array holds, for L layers and W ranks: the fields of the result of :func:`read_step_sizes` in their
     order, the number of feature rows that the server fetches from other servers, the (L, W) numbers of halo
     rows by the rank that sends them, without trainable rows of layer 1, and the (W,) numbers of trainable
-    rows by the rank that owns them. ``trained`` is the result of :func:`find_trained_rows`.
+    rows by the rank that owns them. ``trained`` is the result of :func:`find_trained_rows`. None: no rows
+    are trainable.
     """
-    trained_rows, trained_halo = trained or (np.zeros(world_size, np.int64),) * 2
     received = np.zeros((len(plan.layers), world_size), np.int64)
-    for row, layer in zip(received, plan.layers, strict=True):
-        for rank, count in layer.receive:
-            row[rank] = count
-    received[0] -= trained_halo
+    for layer_row, layer in zip(received, plan.layers, strict=True):
+        for sender, num_rows in layer.receive:
+            layer_row[sender] = num_rows
+    trained_rows = np.zeros(world_size, np.int64)
+    if trained is not None:
+        trained_rows, trained_halo = trained
+        received[0] -= trained_halo
+
     sizes = vars(read_step_sizes(plan)).values()
     return np.concatenate([*sizes, [plan.external_nodes], received.reshape(-1), trained_rows])
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
     """Return ``plan`` with the sizes of its covers above layer 1. Layer 1 is kept, as with ``use_pp``."""
-    first, *above = plan.layers
-    covers = [layer.cover for layer in above if layer.cover is not None]
-    assert len(covers) == len(above), "the plan was made without covers"
-    indices = [np.concatenate([cover.layer.indices, cover.indices]) for cover in covers]
-    layers = (replace(cover.layer, indices=ids) for cover, ids in zip(covers, indices, strict=True))
-    return replace(plan, layers=(first, *layers))
+    layers = [plan.layers[0]]
+    for layer in plan.layers[1:]:
+        cover = layer.cover
+        assert cover is not None, "the plan was made without covers"
+        indices = np.concatenate([cover.layer.indices, cover.indices])
+        layers.append(replace(cover.layer, indices=indices))
+    return replace(plan, layers=tuple(layers))
 
 
 def decode_work(sizes: Array, topology: Topology) -> FullWork:
     """Return the work of an epoch from the (R, W, K) int64 :func:`pack_sizes` of the plans of its steps."""
-    world_size, num_servers = topology.world_size, topology.num_servers
-    layers = (sizes.shape[2] - 2 - world_size) // (4 + world_size)
-    ends = np.cumsum([layers + 1, layers, layers, layers, 1, layers * world_size])
-    *step_fields, external, received, trained = np.split(sizes, ends, axis=2)
+    world_size = topology.world_size
+    # K is (L + 1) + 3 L for the sizes of a step, 1, L W and W.
+    num_layers = (sizes.shape[2] - 2 - world_size) // (4 + world_size)
+    lengths = [num_layers + 1, num_layers, num_layers, num_layers, 1, num_layers * world_size]
+    *step_fields, external, received, trained = np.split(sizes, np.cumsum(lengths), axis=2)
+
+    # The largest step has the most edges and rows.
     rows, _, edges, _ = step_fields
-    step, rank = divmod(int((edges.sum(axis=2) + rows.sum(axis=2)).argmax()), world_size)
-    leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
+    num_elements = edges.sum(axis=2) + rows.sum(axis=2)
+    step, rank = divmod(int(num_elements.argmax()), world_size)
+    largest = StepSizes(*(_to_ints(field[step, rank]) for field in step_fields))
+
+    # All ranks of a server report the rows that the server preloads, so one of the ranks counts.
+    first_ranks = [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
     server = np.array(topology.server_of_rank)
     is_same = server[:, None] == server
 
     # Numbers of halo rows by receiving rank, layer and sending rank.
-    halo = received.sum(axis=0).reshape(world_size, layers, world_size)
+    halo = received.sum(axis=0).reshape(world_size, num_layers, world_size)
     trained_rows = trained.sum(axis=0)
-
-    def to_ints(counts: Array) -> tuple[int, ...]:
-        return tuple(counts.tolist())
-
     return FullWork(
-        largest=StepSizes(*(to_ints(field[step, rank]) for field in step_fields)),
-        outside=to_ints((halo * ~is_same[:, None]).sum(axis=(0, 2))),
-        inside=to_ints((halo * is_same[:, None]).sum(axis=(0, 2))),
-        external_rows=int(external[:, leaders].sum()),
+        largest=largest,
+        outside=_to_ints((halo * ~is_same[:, None]).sum(axis=(0, 2))),
+        inside=_to_ints((halo * is_same[:, None]).sum(axis=(0, 2))),
+        external_rows=int(external[:, first_ranks].sum()),
         trained_rows=TrainedRows(
             outside=int((trained_rows * ~is_same).sum()), inside=int((trained_rows * is_same).sum())
         ),
         steps=len(sizes),
     )
+
+
+def _to_ints(array: Array) -> tuple[int, ...]:
+    return tuple(array.tolist())
 
 
 @final
@@ -287,25 +336,36 @@ class LocalExchange:
         self.cover: CoverExchange | None = None
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        # Like the exchange, this allocates all rows forward, and the own rows backward.
-        return functional.pad(h, [0, 0] * (h.dim() - 1) + [0, self.num_halo]) if self.num_halo else h
+        """Return ``h`` with zeros as halo rows."""
+        if not self.num_halo:
+            return h
+        # Like the exchange, padding allocates all rows forward, and the own rows backward. The list begins
+        # with the last dimension, so the last two numbers are for the rows.
+        padding = [0, 0] * (h.dim() - 1) + [0, self.num_halo]
+        return functional.pad(h, padding)
 
 
 def build_blocks(plan: RankPlan | TypedPlan) -> list[Any]:
     """Return blocks for all layers of ``plan`` that compute without the other ranks."""
-    blocks = list[Any]()
+    blocks: list[Any] = []
+    previous_layer = None
     layers: Sequence[HaloLayer | TypedLayer] = plan.layers
-    for depth, layer in enumerate(layers):
-        is_same = depth and layer is layers[depth - 1]
-        blocks.append(blocks[-1].local_var() if is_same else _build_block(layer, plan.nodes))
+    for layer in layers:
+        if layer is previous_layer:
+            # Equal layers share a structure, as they do in training.
+            blocks.append(blocks[-1].local_var())
+        else:
+            blocks.append(_build_block(layer, plan.nodes))
+        previous_layer = layer
     return blocks
 
 
 def _build_block(layer: HaloLayer | TypedLayer, nodes: Any) -> HaloBlock | TypedHaloBlock:
     if isinstance(layer, HaloLayer):
         return halo_block(layer, torch.from_numpy(nodes), LocalExchange(len(layer.halo_nodes)))
-    halos = [*layer.rows.items(), *layer.relations.items()]
-    exchanges: Any = {kind: LocalExchange(len(halo.halo_nodes)) for kind, halo in halos}
+    exchanges: Any = {}
+    for type_name, halo in [*layer.rows.items(), *layer.relations.items()]:
+        exchanges[type_name] = LocalExchange(len(halo.halo_nodes))
     return typed_halo_block(layer, nodes, exchanges)
 
 
@@ -323,21 +383,23 @@ class FullGraphCosts(CostModel):
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         options = _read_options(candidate)
-        work: FullWork = counts.works[FullGraphCosts.works(candidate, counts.context)[0]]
+        scheme = FullGraphCosts.works(candidate, counts.context)[0]
+        work: FullWork = counts.works[scheme]
         if work.steps < options.batches:
             return Cost(why_not=f"servers have training nodes for at most {work.steps} batches")
         if options.aggregate == "cover":
             return _build_cover_cost(counts, work)
 
-        # If there are several batches, none of them keeps the features of its halo.
+        # With several batches, no batch keeps the features of its halo, and the next batch is loaded ahead.
         use_pp = work.steps == 1
+        num_ahead = 0 if work.steps == 1 else 1
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
-        memory = estimate_memory(counts, work, ahead=0 if work.steps == 1 else 1)
+        memory = estimate_memory(counts, work, ahead=num_ahead)
         if options.staleness:
             # Factor 4: the rows of an epoch are sent and received, and each is in a buffer and in transit.
             pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
-            moved = count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp)
-            memory += 4 * sum(moved.values()) // counts.cluster.ranks
+            moved_bytes = count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp)
+            memory += 4 * sum(moved_bytes.values()) // counts.cluster.ranks
 
         return _build_cost(counts, traffic, memory)
 
@@ -352,43 +414,55 @@ def _build_cost(counts: EpochCounts, traffic: Traffic, memory: int) -> Cost:
     return Cost(traffic=traffic, memory=memory, shared=features, on_host=counts.program_bytes + features)
 
 
-def _build_cover_cost(counts: EpochCounts, sources: FullWork) -> Cost:
+def _build_cover_cost(counts: EpochCounts, work: FullWork) -> Cost:
+    """Return the cost of an epoch with ``aggregate="cover"``. ``work`` has the counts of source rows, too."""
     if counts.shape.feature_widths is not None:
         return Cost(why_not="covers of several edge types are not counted; name the strategy and this option")
-    first, *above = counts.shape.layers
-    if not above or not all(layer.sums_sources for layer in above):
+    first_layer, *layers_above = counts.shape.layers
+    if not layers_above or not all(layer.sums_sources for layer in layers_above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
-    if (work := sources.cover) is None:
+    if work.cover is None:
         return Cost(why_not="its covers were not counted, because the graph is too large")
 
     # Products are applied to own rows, before the exchange if that makes rows narrower.
-    narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
-    counts = replace(counts, shape=replace(counts.shape, layers=narrowed))
+    layers = [first_layer]
+    for layer in layers_above:
+        layers.append(replace(layer, inputs=layer.summed))
+    counts = replace(counts, shape=replace(counts.shape, layers=tuple(layers)))
 
     # The blocks of source rows are kept in addition to those of the covers.
-    blocks = sum(_list_structure_bytes(sources.largest))
-    memory = estimate_memory(counts, work) + round(ALLOCATOR_OVERHEAD * blocks)
-    return _build_cost(counts, _traffic(counts, work, use_pp=True), memory)
+    block_bytes = sum(_list_structure_bytes(work.largest))
+    memory = estimate_memory(counts, work.cover) + round(ALLOCATOR_OVERHEAD * block_bytes)
+    return _build_cost(counts, _traffic(counts, work.cover, use_pp=True), memory)
 
 
 def estimate_memory(counts: EpochCounts, work: FullWork, *, ahead: int = 0) -> int:
     """Return the peak bytes of a rank that trains on whole graphs and loads ``ahead`` batches in advance."""
-    shape, sizes = counts.shape, work.largest
-    loaded_bytes = sizes.rows[0] * shape.features * shape.itemsize + sum(_list_structure_bytes(sizes))
+    shape = counts.shape
+    sizes = work.largest
+    input_bytes = sizes.rows[0] * shape.features * shape.itemsize
+    loaded_bytes = input_bytes + sum(_list_structure_bytes(sizes))
     activations = counts.activations(sizes.rows[1:], sizes.sources)
     step_bytes = (1 + ahead) * loaded_bytes + sum(activations) + counts.backward_bytes(activations)
-    sent = [rows * layer.inputs for rows, layer in zip(sizes.sent, shape.layers, strict=True)]
-    # The buffers of sent rows, and of the gradients that come back.
-    held_bytes = OPTIMIZER_COPIES * counts.parameter_bytes + 2 * max(sent) * shape.itemsize
-    return counts.fixed_bytes + counts.own_feature_bytes + held_bytes + round(ALLOCATOR_OVERHEAD * step_bytes)
+
+    # The sent rows have buffers, and the gradients that come back have buffers of the same size.
+    num_sent = [rows * layer.inputs for rows, layer in zip(sizes.sent, shape.layers, strict=True)]
+    buffer_bytes = 2 * max(num_sent) * shape.itemsize
+    held_bytes = counts.own_feature_bytes + OPTIMIZER_COPIES * counts.parameter_bytes + buffer_bytes
+    return counts.fixed_bytes + held_bytes + round(ALLOCATOR_OVERHEAD * step_bytes)
 
 
 def _list_structure_bytes(sizes: StepSizes) -> list[int]:
     """Return (L,) bytes of the layers' blocks and plans. Equal successive layers count once."""
-    # For the first layer, the slice before it is empty and equals no layer.
-    layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
-    repeats = [layers[:depth][-1:] == [layer] for depth, layer in enumerate(layers)]
-    return [0 if same else _structure_bytes(*layer) for same, layer in zip(repeats, layers, strict=True)]
+    layer_bytes = []
+    previous_layer = None
+    for layer in zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True):
+        num_bytes = 0
+        if layer != previous_layer:
+            num_bytes = _structure_bytes(*layer)
+        layer_bytes.append(num_bytes)
+        previous_layer = layer
+    return layer_bytes
 
 
 def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
@@ -409,34 +483,40 @@ def count_exchanged_bytes(
     first term is missing if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same sum
     without the terms of rows that have no gradient. The result has no empty phases.
     """
-    first, *above = (
-        wire_bytes(wire, layer.inputs, shape.itemsize) * count
-        for layer, count in zip(shape.layers, pairs, strict=True)
-    )
-    first = 0 if use_pp else first
-    return present(halo=sum(above) + first, halo_gradients=sum(above) + (first if shape.first_learns else 0))
+    layer_bytes = []
+    for layer, num_pairs in zip(shape.layers, pairs, strict=True):
+        layer_bytes.append(wire_bytes(wire, layer.inputs, shape.itemsize) * num_pairs)
+    if use_pp:
+        layer_bytes[0] = 0
+
+    gradient_bytes = sum(layer_bytes)
+    if not shape.first_learns:
+        gradient_bytes -= layer_bytes[0]
+    return present(halo=sum(layer_bytes), halo_gradients=gradient_bytes)
 
 
 def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
-    # With several types, this is the mean over the nodes.
-    row = round(counts.graph.all_feature_bytes / counts.graph.nodes)
-    outside, inside = (
-        {**count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp, wire=wire), **trained}
-        for pairs, trained in zip(
-            (work.outside, work.inside),
-            work.trained_rows.traffic(counts.shape.trained_row_bytes),
-            strict=True,
-        )
-    )
-    halo = work.outside[0] * row if use_pp else 0
-    one_planner = work.steps == 1 or counts.cluster.ranks_per_server == 1
+    """Return the traffic of an epoch. With ``use_pp``, layer-1 rows are fetched before the first epoch."""
+    shape = counts.shape
+    trained_outside, trained_inside = work.trained_rows.traffic(shape.trained_row_bytes)
+    halo_outside = count_exchanged_bytes(work.outside, shape, use_pp=use_pp, wire=wire)
+    halo_inside = count_exchanged_bytes(work.inside, shape, use_pp=use_pp, wire=wire)
+    outside = {**halo_outside, **trained_outside}
+    inside = {**halo_inside, **trained_inside}
+
+    # With several types, the bytes of a row are the mean over the nodes.
+    row_bytes = round(counts.graph.all_feature_bytes / counts.graph.nodes)
+    startup_bytes = work.external_rows * (ID_BYTES + row_bytes)
+    if use_pp:
+        startup_bytes += work.outside[0] * row_bytes
 
     # The width of exchanged rows is unknown for a guessed shape.
-    widths_known = not counts.shape.is_guessed or not (outside or inside)
+    has_one_planner = work.steps == 1 or counts.cluster.ranks_per_server == 1
+    are_widths_known = not shape.is_guessed or not (outside or inside)
     return build_traffic(
         outside,
         inside,
-        ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps),
-        startup_bytes=work.external_rows * (ID_BYTES + row) + halo,
-        is_exact=one_planner and widths_known,
+        ring_split(shape.gradient_bytes, counts.cluster.server_of_rank, work.steps),
+        startup_bytes=startup_bytes,
+        is_exact=has_one_planner and are_widths_known,
     )

@@ -23,6 +23,7 @@ from dglx_dist.planner.costs.base import (
     present,
     ring_split,
 )
+from dglx_dist.planner.records import Cluster
 from dglx_dist.records import EdgeType
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
@@ -59,37 +60,48 @@ def inspect(model: nn.Module, features: int | TypedFeatures) -> FirstLayer:
     if isinstance(features, TypedFeatures):
         return inspect_types(model, features.etypes, features.widths)
     name, stages = find_first_layer(model, features)
+    layer_class = type(model.get_submodule(name))
     # Edge values are sent with the structure, and a layer of the user may sum anything.
-    known = type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges
-    return _measure(model, stages, known=known, sum_width=stages.sum_width)
+    is_known = layer_class in CONVOLUTIONS and not stages.required_edges
+    return _measure(model, stages, is_known=is_known, sum_width=stages.sum_width)
 
 
 def inspect_types(model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]) -> FirstLayer:
-    """Return the sizes of ``model`` split at the features of several node types, of ``widths`` columns.
+    """Return the sizes of ``model`` split at the features of several node types.
 
-    Raises ConfigError if it cannot be split.
+    ``widths`` has the number of feature columns by node type. Raises ConfigError if ``model`` cannot be
+    split.
     """
     _, stages = find_typed_layer(model, etypes, widths)
-    return _measure(model, stages, known=True)
+    return _measure(model, stages, is_known=True)
 
 
-def _measure(model: nn.Module, stages: SplittableConv, *, known: bool, sum_width: int = 0) -> FirstLayer:
-    cut = [stages.get_parameter(name) for name in stages.cut]
-    split = {id(parameter) for parameter in cut}
-    replicated = [parameter for parameter in model.parameters() if id(parameter) not in split]
+def _measure(model: nn.Module, stages: SplittableConv, *, is_known: bool, sum_width: int = 0) -> FirstLayer:
+    """Return the sizes of ``model`` whose first layer is ``stages``."""
+    cut_parameters = [stages.get_parameter(name) for name in stages.cut]
+    cut_ids = {id(parameter) for parameter in cut_parameters}
+    cut_bytes = 0
+    for parameter in cut_parameters:
+        cut_bytes += parameter.numel() * parameter.element_size()
 
     # Parameters used before the sum have a gradient on every rank, and need no flag.
-    unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
+    unflagged_ids = {id(stages.get_parameter(name)) for name in stages.shared}
+    replicated_bytes = 0
+    for parameter in model.parameters():
+        if id(parameter) in cut_ids:
+            continue
+        num_flags = 1
+        if id(parameter) in unflagged_ids:
+            num_flags = 0
+        replicated_bytes += (parameter.numel() + num_flags) * parameter.element_size()
+
     return FirstLayer(
         sum_width=sum_width,
         logit_width=stages.heads,
-        itemsize=cut[0].element_size(),
-        cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
-        replicated_bytes=sum(
-            (parameter.numel() + (id(parameter) not in unflagged)) * parameter.element_size()
-            for parameter in replicated
-        ),
-        known=known,
+        itemsize=cut_parameters[0].element_size(),
+        cut_bytes=cut_bytes,
+        replicated_bytes=replicated_bytes,
+        known=is_known,
         sum_widths=stages.sum_widths,
         logit_widths=stages.logit_widths,
     )
@@ -103,30 +115,37 @@ class PushPullCosts(CostModel):
 
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
-        work = counts.mini_batches
-        first: FirstLayer = counts.shape.inspected[candidate.strategy]
-        size = int(candidate.options.get("group_size", counts.cluster.ranks))
+        first_layer: FirstLayer = counts.shape.inspected[candidate.strategy]
+        group_size = int(candidate.options.get("group_size", counts.cluster.ranks))
         depth = int(candidate.options.get("depth", 1))
         pushed = candidate.options.get("structure", "push") == "push"
         if depth > 1 and _reads_trained_rows(counts):
             return Cost(why_not="batches begin early only if all node types have features; use depth=1")
         if not pushed and counts.structure_partitioned:
             return Cost(why_not="drawing the batches of other ranks needs the whole structure on each server")
-        columns = counts.graph.all_feature_bytes // size
-        held_bytes = columns + counts.own_feature_bytes
-        late_sums = (depth - 1) * 4 * work.largest[1][0] * counts.shape.layers[0].outputs
+
+        # A rank of a group maps its columns of all nodes, and all columns of its server's nodes.
+        column_bytes = counts.graph.all_feature_bytes // group_size
+        held_bytes = column_bytes + counts.own_feature_bytes
+        _, targets, _ = counts.mini_batches.largest
+        # Sums of layer 1, in float32, that wait for the batches before them.
+        late_bytes = (depth - 1) * 4 * targets[0] * counts.shape.layers[0].outputs
+        batch_bytes = counts.batch_memory(held=held_bytes, owners=group_size, in_flight=depth)
         return Cost(
-            traffic=_traffic(counts, first, size, pushed=pushed),
-            memory=counts.batch_memory(held=held_bytes, owners=size, in_flight=depth) + late_sums,
+            traffic=_traffic(counts, first_layer, group_size, pushed=pushed),
+            memory=batch_bytes + late_bytes,
             shared=counts.own_feature_bytes + counts.structure_bytes,
             on_host=counts.program_bytes + held_bytes + counts.structure_bytes,
         )
 
 
 def _reads_trained_rows(counts: EpochCounts) -> bool:
+    """Return whether layer 1 reads nodes of a type without features."""
     widths = counts.shape.feature_widths
     first_layer = counts.mini_batches.survey.first_layer
-    return widths is not None and first_layer is not None and bool(first_layer.sources.keys() - widths)
+    if widths is None or first_layer is None:
+        return False
+    return bool(first_layer.sources.keys() - widths)
 
 
 def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
@@ -143,33 +162,38 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
 
     Args:
         survey: Counts on the same cut, seeds and fan-outs, with one rank per server.
+        first: Sizes of the model.
         group_size: Number of parts that together hold all columns: a divisor of the ranks, or 0 for all.
         pushed: Whether owners send the structure of their first blocks.
     """
-    ranks = survey.ranks
-    size = group_size or survey.ranks
-    beside = present(sampling=survey.sampling_bytes, labels=survey.label_bytes)
+    num_ranks = survey.ranks
+    group_size = group_size or num_ranks
+    sampling = present(sampling=survey.sampling_bytes, labels=survey.label_bytes)
     if first.sum_widths:
         assert survey.first_layer is not None, "layers of several types need counts by type"
-        typed = typed_bytes(survey.first_layer, first, ranks=ranks, group_size=size, pushed=pushed)
-        return {**typed, **beside}
+        phases = typed_bytes(survey.first_layer, first, ranks=num_ranks, group_size=group_size, pushed=pushed)
+        return {**phases, **sampling}
 
     num_values = survey.first_targets * first.sum_width
     num_values += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
-    return {
-        **present(
-            structure=(size - 1) * structure_bytes(survey) if pushed else 0,
-            activations=(size - 1) * first.itemsize * num_values,
-            activation_gradients=(size - 1) * first.itemsize * num_values,
-            gradients=survey.steps * _step_bytes(first, ranks, size),
-        ),
-        **beside,
-    }
+    sum_bytes = (group_size - 1) * first.itemsize * num_values
+    pushed_bytes = 0
+    if pushed:
+        pushed_bytes = (group_size - 1) * structure_bytes(survey)
+    phases = present(
+        structure=pushed_bytes,
+        activations=sum_bytes,
+        activation_gradients=sum_bytes,
+        gradients=survey.steps * _step_bytes(first, num_ranks, group_size),
+    )
+    return {**phases, **sampling}
 
 
-def _step_bytes(first: FirstLayer, ranks: int, size: int) -> int:
-    # Each part's pieces are summed over the groups.
-    return 2 * (ranks - 1) * first.replicated_bytes + 2 * (ranks // size - 1) * first.cut_bytes
+def _step_bytes(first: FirstLayer, num_ranks: int, group_size: int) -> int:
+    """Return the bytes of all ranks to sum the gradients of a step."""
+    num_groups = num_ranks // group_size
+    # Each part's pieces of the cut parameters are summed over the groups.
+    return 2 * (num_ranks - 1) * first.replicated_bytes + 2 * (num_groups - 1) * first.cut_bytes
 
 
 def typed_bytes(
@@ -186,61 +210,91 @@ def typed_bytes(
 
     Sampling and labels are not included.
     """
-    size = group_size or ranks
-    num_values = sum(counts.targets[ntype] * width for ntype, width in first.sum_widths.items())
+    group_size = group_size or ranks
+    num_values = 0
+    for ntype, width in first.sum_widths.items():
+        num_values += counts.targets[ntype] * width
     for (source, _, target), heads in first.logit_widths.items():
         num_values += 2 * heads * (counts.sources[source] + counts.targets[target])
-    num_ids = sum(counts.sources.values()) + counts.batches * (len(counts.sources) > 1) * len(counts.sources)
-    num_ids += sum(counts.targets[target] + counts.batches for _, _, target in counts.edges)
-    num_ids += sum(counts.edges.values())
+    sum_bytes = (group_size - 1) * first.itemsize * num_values
+
+    num_ids = sum(counts.sources.values())
+    # The number of sources of each type is sent with a batch, except if there is only one type.
+    num_types = len(counts.sources)
+    if num_types > 1:
+        num_ids += counts.batches * num_types
+    for (_, _, target), num_edges in counts.edges.items():
+        num_ids += counts.targets[target] + counts.batches + num_edges
+    pushed_bytes = 0
+    if pushed:
+        pushed_bytes = (group_size - 1) * _SHORT_ID_BYTES * num_ids
+
+    num_steps = counts.batches // ranks
     return present(
-        structure=(size - 1) * _SHORT_ID_BYTES * num_ids if pushed else 0,
-        activations=(size - 1) * first.itemsize * num_values,
-        activation_gradients=(size - 1) * first.itemsize * num_values,
-        gradients=counts.batches // ranks * _step_bytes(first, ranks, size),
+        structure=pushed_bytes,
+        activations=sum_bytes,
+        activation_gradients=sum_bytes,
+        gradients=num_steps * _step_bytes(first, ranks, group_size),
     )
 
 
 def structure_bytes(survey: Survey) -> int:
     """Return the bytes of the layer-1 blocks of an epoch if each is sent once."""
-    batches = survey.steps * survey.ranks
-    return _SHORT_ID_BYTES * (survey.first_targets + batches + survey.first_edges + survey.input_rows)
+    num_batches = survey.steps * survey.ranks
+    # A block has an offset for each target and one more, and an id for each edge and each source.
+    num_offsets = survey.first_targets + num_batches
+    return _SHORT_ID_BYTES * (num_offsets + survey.first_edges + survey.input_rows)
 
 
-def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
-    """Return the traffic of an epoch with groups of ``size`` ranks.
+def _traffic(counts: EpochCounts, first: FirstLayer, group_size: int, *, pushed: bool) -> Traffic:
+    """Return the traffic of an epoch with groups of ``group_size`` ranks.
 
     ``pushed`` tells whether the ranks of a group send each other their blocks (``structure="push"``).
     """
-    cluster, work = counts.cluster, counts.mini_batches
-    survey = work.survey
-    phases = column_bytes(survey, first, group_size=size, pushed=pushed)
-    trained_outside, trained_inside = survey.trained_rows.traffic(counts.shape.trained_row_bytes)
-    in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
+    cluster = counts.cluster
+    work = counts.mini_batches
+    phases = column_bytes(work.survey, first, group_size=group_size, pushed=pushed)
+    trained_outside, trained_inside = work.survey.trained_rows.traffic(counts.shape.trained_row_bytes)
 
-    # Ordered pairs of different ranks of a group, and the number of pairs on different servers.
-    pairs = cluster.ranks * (size - 1)
-    groups = np.array(cluster.server_of_rank).reshape(-1, size)
-    remote_pairs = int((groups[:, :, None] != groups[:, None, :]).sum())
-    crossing = {name: count * remote_pairs // pairs if pairs else 0 for name, count in in_group.items()}
-    inside = {name: count - crossing[name] for name, count in in_group.items()}
-    sums_outside, sums_inside = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
-    if len(groups) > 1:
-        # Every part's ring has the same bytes, up to columns that do not divide evenly.
-        cut_bytes = 2 * (len(groups) - 1) * first.cut_bytes * work.steps
-        server_of = cluster.server_of_rank
-        far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
-        outside = cut_bytes * far // cluster.ranks
-        sums_outside += outside
-        sums_inside += cut_bytes - outside
+    # A rank sends equally many bytes to each other rank of its group. Pairs of ranks are ordered.
+    groups = np.array(cluster.server_of_rank).reshape(-1, group_size)
+    num_pairs = cluster.ranks * (group_size - 1)
+    num_remote_pairs = int((groups[:, :, None] != groups[:, None, :]).sum())
+    group_outside = {}
+    group_inside = {}
+    for name in ("structure", *_SUMS):
+        num_bytes = phases.get(name, 0)
+        group_outside[name] = num_bytes * num_remote_pairs // max(num_pairs, 1)
+        group_inside[name] = num_bytes - group_outside[name]
 
     remote_bytes = counts.graph.all_feature_bytes * (cluster.servers - 1) // cluster.servers
-    is_aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
+    is_aligned = group_size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % group_size == 0
+    # The first layer of a custom model may get values of edges.
+    is_known = first.known and not counts.shape.is_guessed
     return build_traffic(
-        {**phases, **crossing, **trained_outside},
-        {**inside, **trained_inside},
-        (sums_outside, sums_inside),
-        startup_bytes=cluster.ranks * remote_bytes // size,
-        # The first layer of a custom model may get values of edges.
-        is_exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,
+        {**phases, **group_outside, **trained_outside},
+        {**group_inside, **trained_inside},
+        _split_gradient_sums(cluster, first, group_size, work.steps),
+        startup_bytes=cluster.ranks * remote_bytes // group_size,
+        is_exact=work.is_complete and is_aligned and is_known,
     )
+
+
+def _split_gradient_sums(cluster: Cluster, first: FirstLayer, group_size: int, steps: int) -> tuple[int, int]:
+    """Return the bytes between and within servers of the sums of gradients of ``steps`` steps."""
+    server_of = cluster.server_of_rank
+    outside, inside = ring_split(first.replicated_bytes, server_of, steps)
+    num_groups = cluster.ranks // group_size
+    if num_groups == 1:
+        return outside, inside
+
+    # Ranks with the same part form a ring. All rings have the same bytes, up to columns that do not divide
+    # evenly.
+    num_crossing = 0
+    for rank, server in enumerate(server_of):
+        next_rank = (rank + group_size) % cluster.ranks
+        if server_of[next_rank] != server:
+            num_crossing += 1
+    cut_bytes = 2 * (num_groups - 1) * first.cut_bytes * steps
+    cut_outside = cut_bytes * num_crossing // cluster.ranks
+    return outside + cut_outside, inside + cut_bytes - cut_outside

@@ -24,13 +24,14 @@ from dglx_dist.planner.costs.base import (
     Work,
     build_traffic,
 )
-from dglx_dist.planner.costs.full_graph import FullGraphScheme, estimate_memory
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, FullWork, estimate_memory
 from dglx_dist.records import Array
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.serverless.options import LambdaOptions
 
 if TYPE_CHECKING:
     from dglx_dist.strategies.serverless.program import Program
+    from dglx_dist.strategies.serverless.tasks import Item
 
 _SHORT_ID_BYTES = 4
 _STATISTICS_BYTES = 2 * 2 * 8
@@ -48,12 +49,15 @@ class HaloPairs(Work):
         return "pairs of border nodes"
 
     def count(self, run: PlannedRun) -> HaloCounts | None:
-        if run.in_job:
-            # A job counts only the rows that training needs in the first layer. Intervals exchange all rows.
-            work = run.works[_EXCHANGING]
-            return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], is_complete=False)
-        shard = run.g.structure().shards[0]
-        return count_halo_pairs(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
+        if not run.in_job:
+            shard = run.g.structure().shards[0]
+            return count_halo_pairs(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
+
+        # A job counts only the rows that training needs in the first layer. Intervals exchange all rows.
+        work: FullWork | None = run.works[_EXCHANGING]
+        if work is None:
+            return None
+        return HaloCounts(outside=work.outside[0], inside=work.inside[0], is_complete=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +74,30 @@ _EDGES_AT_ONCE = 1 << 18
 
 
 def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> HaloCounts:
-    """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank."""
+    """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank.
+
+    ``bounds`` has the (S + 1,) first node of each server.
+    """
     starts = RowOwners(bounds, topology).starts
-    outside = inside = 0
+    outside = 0
+    inside = 0
     for rank in range(topology.world_size):
-        first = int(starts[rank])
-        last = int(starts[rank + 1])
+        first_node = int(starts[rank])
+        end_node = int(starts[rank + 1])
         server = topology.server_of_rank[rank]
+
+        # The edges of a rank may not fit in memory, so they are read in pieces.
         is_read = np.zeros(int(bounds[-1]), np.bool_)
-        edges = indices[int(indptr[first]) : int(indptr[last])]
-        for start in range(0, len(edges), _EDGES_AT_ONCE):
-            is_read[edges[start : start + _EDGES_AT_ONCE]] = True
+        sources_of_edges = indices[int(indptr[first_node]) : int(indptr[end_node])]
+        for start in range(0, len(sources_of_edges), _EDGES_AT_ONCE):
+            is_read[sources_of_edges[start : start + _EDGES_AT_ONCE]] = True
+
         sources = np.flatnonzero(is_read)
-        num_outside = np.count_nonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
-        num_own = np.count_nonzero((sources >= first) & (sources < last))
-        outside += int(num_outside)
-        inside += int(len(sources) - num_outside - num_own)
+        is_outside = (sources < bounds[server]) | (sources >= bounds[server + 1])
+        is_own = (sources >= first_node) & (sources < end_node)
+        num_outside = int(np.count_nonzero(is_outside))
+        outside += num_outside
+        inside += len(sources) - num_outside - int(np.count_nonzero(is_own))
 
     return HaloCounts(outside=outside, inside=inside)
 
@@ -118,70 +130,88 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
     """
     from dglx_dist.strategies.serverless.graph_server import TaskKind, epoch_schedule
     from dglx_dist.strategies.serverless.program import Apply, Scatter
-    from dglx_dist.strategies.serverless.tasks import Direction, Item, Role, given_items, pulled_items
+    from dglx_dist.strategies.serverless.tasks import Direction, given_items, pulled_items
 
     itemsize = np.dtype(program.dtype).itemsize
     totals = dict.fromkeys((*_HALO_PHASES, "lambda_down", "lambda_up", "weights_down", "weights_up"), 0)
-
-    def count(items: Sequence[Item], rows: int) -> int:
-        statistics = sum(item.role is Role.STATISTICS for item in items) * _STATISTICS_BYTES * sizes.intervals
-        columns = sum(
-            (item.width if item.slot or item.width else 1) * np.dtype(item.dtype).itemsize
-            for item in items
-            if item.role is not Role.STATISTICS
-        )
-        return rows * columns + statistics
-
     for task in epoch_schedule(program):
         step = program.steps[task.step]
-        if isinstance(step, Scatter):
-            is_back = task.kind is TaskKind.SEND_BACK
-            if not is_back and task.kind is not TaskKind.SCATTER:
-                continue
-            names = [name for name in step.slots if not is_back or name in program.trained_slots]
-            row = _SHORT_ID_BYTES + itemsize * sum(program.slots[name].width for name in names)
-            totals[_HALO_PHASES[is_back]] += sizes.pairs * row
-        elif isinstance(step, Apply) and task.kind in (TaskKind.WORK, TaskKind.APPLY):
-            on_worker = task.kind is TaskKind.WORK
-            if on_worker:
-                rows = sizes.nodes if step.per == "node" else sizes.edges
-                totals["lambda_down"] += count(pulled_items(program, task.step, task.direction), rows)
-                totals["lambda_up"] += count(given_items(program, task.step, task.direction), rows)
+        if isinstance(step, Scatter) and task.kind in (TaskKind.SCATTER, TaskKind.SEND_BACK):
+            # Only rows of trained slots have gradients that are sent back.
+            names = list(step.slots)
+            phase = "ghosts"
+            if task.kind is TaskKind.SEND_BACK:
+                names = [name for name in names if name in program.trained_slots]
+                phase = "ghost_gradients"
+            num_columns = sum(program.slots[name].width for name in names)
+            totals[phase] += sizes.pairs * (_SHORT_ID_BYTES + itemsize * num_columns)
 
-            weights = sum(map(math.prod, program.weights_of(task.step).values())) * itemsize
-            weights *= sizes.intervals if on_worker else sizes.remote_intervals
-            totals["weights_down"] += weights
-            totals["weights_up"] += weights * (task.direction is not Direction.FORWARD)
+        elif isinstance(step, Apply) and task.kind in (TaskKind.WORK, TaskKind.APPLY):
+            num_readers = sizes.remote_intervals
+            if task.kind is TaskKind.WORK:
+                num_readers = sizes.intervals
+                num_rows = sizes.nodes if step.per == "node" else sizes.edges
+                input_items = pulled_items(program, task.step, task.direction)
+                output_items = given_items(program, task.step, task.direction)
+                totals["lambda_down"] += _count_item_bytes(input_items, num_rows, sizes.intervals)
+                totals["lambda_up"] += _count_item_bytes(output_items, num_rows, sizes.intervals)
+
+            num_weights = sum(map(math.prod, program.weights_of(task.step).values()))
+            weight_bytes = num_weights * itemsize * num_readers
+            totals["weights_down"] += weight_bytes
+            if task.direction is not Direction.FORWARD:
+                totals["weights_up"] += weight_bytes
 
     return totals
 
 
+def _count_item_bytes(items: Sequence[Item], num_rows: int, num_intervals: int) -> int:
+    """Return the bytes of ``items`` of a task that all intervals send, which have ``num_rows`` together."""
+    from dglx_dist.strategies.serverless.tasks import Role
+
+    num_bytes = 0
+    for item in items:
+        if item.role is Role.STATISTICS:
+            num_bytes += _STATISTICS_BYTES * num_intervals
+            continue
+        num_columns = item.width
+        if not item.slot and not item.width:
+            # Classes are one number for each row.
+            num_columns = 1
+        num_bytes += num_rows * num_columns * np.dtype(item.dtype).itemsize
+    return num_bytes
+
+
 def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic:
+    """Return the traffic of an epoch with the default number of intervals."""
     from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
 
     cluster = counts.cluster
-    shape = counts.shape
-    total = halo.outside + halo.inside
-    intervals = LambdaOptions().intervals
+    num_intervals = LambdaOptions().intervals
+    num_pairs = halo.outside + halo.inside
     sizes = PartSizes(
         nodes=counts.graph.nodes,
         edges=counts.graph.edges,
-        pairs=total,
-        intervals=intervals * cluster.ranks,
-        remote_intervals=intervals * (cluster.ranks - 1),
+        pairs=num_pairs,
+        intervals=num_intervals * cluster.ranks,
+        remote_intervals=num_intervals * (cluster.ranks - 1),
     )
     phases = serverless_bytes(program, sizes)
 
     # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
-    read = bytes_of_read(program.weight_shapes, program.dtype)
-    phases["weights_read"] = read * (cluster.ranks - 1)
-    inside = {name: phases[name] * halo.inside // max(total, 1) for name in _HALO_PHASES}
-    inside["weights_read"] = read * (cluster.ranks_per_server - 1)
-    outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
+    read_bytes = bytes_of_read(program.weight_shapes, program.dtype)
+    phases["weights_read"] = read_bytes * (cluster.ranks - 1)
+
+    inside = {"weights_read": read_bytes * (cluster.ranks_per_server - 1)}
+    for name in _HALO_PHASES:
+        inside[name] = phases[name] * halo.inside // max(num_pairs, 1)
+    outside = {}
+    for name, num_bytes in phases.items():
+        outside[name] = num_bytes - inside.get(name, 0)
     startup_bytes = halo.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
 
     # Degrees and data of edges that are read before the first epoch are not counted.
-    is_exact = halo.is_complete and not shape.is_guessed
+    is_exact = halo.is_complete and not counts.shape.is_guessed
     return build_traffic(outside, inside, (0, 0), startup_bytes=startup_bytes, is_exact=is_exact)
 
 
@@ -207,8 +237,9 @@ class LambdaCosts(CostModel):
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         traffic = _traffic(counts, counts.works[HaloPairs()], counts.shape.inspected[candidate.strategy])
-        # Every epoch in flight keeps its activations.
-        num_in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
+        # Epochs that run ahead of others keep activations, too. Each of them is unfinished and counts half.
+        staleness = int(candidate.options.get("staleness", -1))
+        num_in_flight = 1 + 0.5 * (staleness + 1)
         epoch_bytes = estimate_memory(counts, counts.works[_EXCHANGING]) - counts.fixed_bytes
         memory = counts.fixed_bytes + round(epoch_bytes * num_in_flight)
         return Cost(traffic=traffic, memory=memory, note="workers on the same servers")

@@ -68,7 +68,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         bounds = Placement(manifest.num_parts, ranks[0]).server_offsets(manifest.node_offsets[NODE_TYPE])
         seeds = read_marked_ids(g.ndata["train_mask"], g.num_nodes())
         totals = sum_counts(
-            [count_rank(g, draws, seeds, (topology, {NODE_TYPE: bounds})) for topology in ranks],
+            [count_rank(g, draws, seeds, topology, {NODE_TYPE: bounds}) for topology in ranks],
             # With each tensor goes a flag of one element, that somebody has its gradient.
             read_row_sizes(
                 g,
