@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dglx_dist.api import init
-from dglx_dist.cli.predict import PredictCommand
 from dglx_dist.cli.train_job import PREDICTION, SCORES, build, list_edge_columns
 from dglx_dist.data.storage.files import name_write_failures, replace_atomically
 from dglx_dist.errors import ConfigError, StorageError
@@ -24,7 +23,14 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import FEATURE, LABEL, Array
 from dglx_dist.report.run_folder import read_run
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
-from dglx_dist.training.config import CLASSIFICATION, LINK, REGRESSION, ModelConfig, TrainConfig
+from dglx_dist.training.config import (
+    CLASSIFICATION,
+    LINK,
+    REGRESSION,
+    ModelConfig,
+    PredictConfig,
+    TrainConfig,
+)
 from dglx_dist.training.export import CLASS, ID
 from dglx_dist.training.inference import find_labelled_type, layerwise_inference
 from dglx_dist.training.predictor import Predictor
@@ -45,7 +51,7 @@ _MOST_SINGLE_NODES = 20_000
 """Maximum number of nodes that are computed by their neighborhoods. For more, all nodes are computed."""
 
 
-def predict_nodes(config: PredictCommand) -> int:
+def predict_nodes(config: PredictConfig) -> int:
     """Predict the nodes and write the table. Return the number of nodes.
 
     Raises ConfigError if the run, the dataset and the nodes do not belong together, and StorageError if a
@@ -73,7 +79,7 @@ def predict_nodes(config: PredictCommand) -> int:
     return len(table)
 
 
-def _read_plan(run_config: Mapping[str, Any], config: PredictCommand) -> TrainConfig:
+def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainConfig:
     """Return the options of the run that its model depends on."""
     names = {field.name for field in fields(ModelConfig)} | {*_MODEL_OPTIONS}
     values: dict[str, Any] = {}
@@ -94,7 +100,7 @@ def _read_plan(run_config: Mapping[str, Any], config: PredictCommand) -> TrainCo
     return plan
 
 
-def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictCommand) -> None:
+def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictConfig) -> None:
     """Raise ConfigError if ``g`` is another graph than that of the run."""
     found = {"graph": g.name, "nodes": g.num_nodes(), "edges": g.num_edges()}
     for name, value in found.items():
@@ -134,7 +140,7 @@ def _read_ids(path: Path) -> Array:
     return column.to_numpy(zero_copy_only=False)
 
 
-def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictCommand) -> Tensor:
+def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictConfig) -> Tensor:
     """Return the ids in ``g`` of the nodes that the user names."""
     if g.dataset.manifest.user_ids.get(ntype) != "string" and names.dtype.kind in "UO":
         try:
@@ -149,7 +155,7 @@ def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictCommand) 
         raise ConfigError(f"--nodes {config.nodes}: {error}") from error
 
 
-def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, config: PredictCommand) -> nn.Module:
+def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, config: PredictConfig) -> nn.Module:
     """Build the model of the run, and load its weights."""
     path = Path(config.run) / (BEST_WEIGHTS if config.weights == "best" else FINAL_WEIGHTS)
     _, width = read_task(g, ntype, LABEL, plan.task)

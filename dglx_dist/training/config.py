@@ -680,3 +680,35 @@ def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
             "Make the ranks a multiple of the servers."
         )
     return ranks // servers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Options of ``dglx predict``. A wrong value raises ConfigError."""
+
+    run: str = path_option(..., "Run folder of `dglx train`.", metavar="RUNDIR")
+    out: Path = option(..., "File of the answers, .parquet or .csv.", flag="--out", metavar="FILE")
+    nodes: Path | None = option(
+        None,
+        "File of the nodes by your ids: .csv or .parquet with a column `id`, or .txt with an id per line. "
+        "Default: all nodes.",
+        metavar="FILE",
+    )
+    scores: bool = option(
+        False,
+        "Also write scores: probabilities of the classes or labels, as a column `scores`. Not for .csv.",
+    )
+    weights: Literal["best", "final"] = option("best", "Epoch of the weights: best by validation, or final.")
+    data: str | None = path_option(
+        None, "Folder of the dataset, if it has moved since the training.", metavar="DIR"
+    )
+    overwrite: bool = option(False, "Replace FILE.")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.out.suffix not in (".parquet", ".csv"):
+            raise ConfigError(f"--out {self.out} must end with .parquet or .csv")
+        if self.scores and self.out.suffix == ".csv":
+            raise ConfigError(f"--scores writes lists, which --out {self.out} cannot hold. Use .parquet.")
+        if self.out.exists() and not self.overwrite:
+            raise ConfigError(f"--out {self.out} exists. Choose another file, or add --overwrite.")
