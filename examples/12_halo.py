@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/12_halo.py --pyg    # a convolution of PyG, if it is installed
 
 Every rank owns a strip of the mesh and the edges that end there. The network learns the heat after some steps
-of diffusion. Expect, in a few seconds: the same error on any number of ranks, below 0.01.
+of diffusion. Expect, in a few seconds: the same error on any number of ranks, below a tenth of the variance.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main():
         optimizer.step()
     error = dx.reduce_mean(NUM_NODES / max(end - first, 1) * loss.item(), end - first)
     if rank == 0:
-        print(f"mean squared error {error:.6f}")
+        print(f"mean squared error {error:.6f} of a variance of {after.var().item():.6f}")
     dx.shutdown()
 
 

@@ -403,7 +403,7 @@ def _fill_pieces(outgoing: Sequence[Outgoing]) -> None:
 _MAGIC = b"halo"
 _HEADER = struct.Struct("!4sQQ64s")
 """Magic, sequence number of the message to this peer, size of the payload in bytes, name."""
-_MAX_NAME = 64
+MAX_NAME = 64
 _RECEIVE_BYTES = 1 << 20
 """Maximum size of one read, so that no connection starves the others."""
 
@@ -468,7 +468,7 @@ def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
 
 def message_header(number: int, rows: Tensor, name: str) -> bytes:
     encoded = name.encode()
-    assert len(encoded) <= _MAX_NAME, name
+    assert len(encoded) <= MAX_NAME, name
     return _HEADER.pack(_MAGIC, number, rows.nbytes, encoded)
 
 

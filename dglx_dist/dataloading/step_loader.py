@@ -667,7 +667,6 @@ class EpochLoader(ABC, Generic[B, T]):
         if self._next_step < len(self):
             return
 
-        self.check_end()
         if first_step == 0 and self._session.trace is not None:
             seconds = time.perf_counter() - begin_s
             wait_s = self._waited_s - waited_before_s
@@ -675,6 +674,7 @@ class EpochLoader(ABC, Generic[B, T]):
             self._session.trace.note_pass(epoch_pass)
         self._epoch = epoch + 1
         self._next_step = 0
+        self.check_end()
 
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
         """Yield the remaining batches of ``epoch``. Threads prepare them ahead of the consumer."""

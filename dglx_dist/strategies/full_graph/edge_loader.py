@@ -82,8 +82,11 @@ class GraphBlocks(NodeMaker):
     def check_previous(self) -> None:
         """Raise ConfigError if the loop scored pairs of the previous batch without ``gather_pair_rows``."""
         # Backward checks this too, but an evaluation has none.
-        if self._previous is not None:
-            self._previous.check_calls()
+        previous = self._previous
+        # After an error, the next iteration begins anew.
+        self._previous = None
+        if previous is not None:
+            previous.check_calls()
 
     def finish(self, batch: MiniBatch, share: StepShare) -> None:
         assert isinstance(batch, EdgeBatch)

@@ -13,12 +13,13 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session, current_session
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.options import is_integer
 from dglx_dist.records import Array
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 PLAN_PHASE = "halo_plan"
 """Ledger phase of the requests that a new list of edges sends."""
 
@@ -34,7 +35,7 @@ class Halo:
         source, target = halo.edge_index
         for layer in layers:
             messages = layer(halo(x)[source], x[target])
-            x = torch.zeros_like(messages[:1]).repeat(len(x), 1).index_add(0, target, messages)
+            x = messages.new_zeros(len(x), messages.shape[1]).index_add(0, target, messages)
 
     Backward sends the gradients of these rows back to their owners, which add them. So the gradients of ``x``
     are those of one process, also on directed graphs. Gradients of the model's weights are those of the
@@ -72,6 +73,7 @@ class Halo:
     ) -> None:
         self._session = current_session()
         self._number = self._session.next_number("halo") + 1
+        self._check_call(f"Halo {self._number}, {target_owners is not None}")
         self._sources = _read_owners(owners, self._session, "owners")
         self._targets = self._sources
         if target_owners is not None:
@@ -82,11 +84,12 @@ class Halo:
     def rebuild(self, edge_index: Tensor) -> None:
         """Replace the edges of this rank. The owners of the nodes stay. Every rank must call this.
 
-        This sends 8 bytes for each row of the new halo. Raises ConfigError like the constructor. The former
-        edges then stay.
+        Read :attr:`edge_index` and :attr:`halo_nodes` again afterwards. This sends 8 bytes for each row of
+        the new halo. Raises ConfigError like the constructor. The former edges then stay.
         """
         session = self._session
         rank = session.topology.rank
+        self._check_call(f"edges of Halo {self._number}")
         read_edges = partial(self._read_edges, edge_index)
         source_ids, target_rows = run_on_all_ranks(session, read_edges, ConfigError)
         source_owners, source_rows = self._sources.find(source_ids)
@@ -113,7 +116,7 @@ class Halo:
             receive=tuple((peer, int(count)) for peer, count in enumerate(num_received) if count),
             send=sent_rows,
         )
-        self._exchange = HaloExchange(session, layer, self._number)
+        self._exchange = HaloExchange(session, layer, self._number, uses_late_rows=False)
         self.halo_nodes = torch.from_numpy(halo_nodes)
         rows = torch.from_numpy(np.stack([source_rows, target_rows]))
         self.edge_index = rows.to(edge_index.device)
@@ -121,11 +124,20 @@ class Halo:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the (num_owned + H, ...) own rows and halo rows, for the (num_owned, ...) own rows ``x``.
 
-        All ranks must pass the same trailing shape and dtype. The result is ``x`` itself on a rank without
-        peers. Raises ConfigError if ``x`` has another number of rows, and PeerError if a peer is dead or did
-        not call within the time-out of the session.
+        The result is a new tensor. Raises ConfigError if ``x`` has another number of rows, and PeerError if a
+        peer is dead, did not call within the time-out of the session, or passes another dtype or width.
         """
-        return self._exchange.exchange(x)
+        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != self.num_owned:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ConfigError(
+                f"a Halo got {given}, but this rank owns {self.num_owned} nodes. Pass their rows."
+            )
+        rows = self._exchange.exchange(x)
+        return x.clone() if rows is x else rows
+
+    def _check_call(self, name: str) -> None:
+        """Raise ConfigError on all ranks if they make different calls. Every rank must call this."""
+        check_equal(self._session, "the calls of dx.Halo", name, "make the same calls in the same order")
 
     def _read_edges(self, edge_index: Any) -> tuple[Array, Array]:
         """Return the (E,) ids of the sources and the (E,) rows of the targets. This calls no other rank."""
@@ -179,8 +191,9 @@ class Halo:
         sent_rows = []
         for message in incoming:
             owners, rows = self._sources.find(message.rows.numpy())
+            # The ids come from a socket.
             if (owners != session.topology.rank).any():
-                raise ConfigError(f"rank {message.rank} requests rows that this rank does not own.")
+                raise PeerError(f"rank {message.rank} requests rows that this rank does not own.")
             sent_rows.append((message.rank, rows))
         return tuple(sent_rows)
 
@@ -202,9 +215,9 @@ class _RowOwners:
             self._rows[order] = np.arange(len(owners)) - starts[owners[order]]
 
     def find(self, ids: Array) -> tuple[Array, Array]:
-        """Return the owners and the rows of the (n,) ``ids``. Ids that do not exist raise ConfigError."""
+        """Return the owners and the rows of the (n,) ``ids``. PeerError for ids that do not exist."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_nodes:
-            raise ConfigError(f"a node id is not in 0 to {self.num_nodes - 1}")
+            raise PeerError(f"a node id is not in 0 to {self.num_nodes - 1}")
         if self._owners is None or self._rows is None:
             owners = np.searchsorted(self._starts, ids, side="right") - 1
             return owners, ids - self._starts[owners]
@@ -220,12 +233,12 @@ def _read_owners(owners: Any, session: Session, option: str) -> _RowOwners:
             if owners < 0:
                 raise ConfigError(f"{option}={owners} must be a number of nodes of at least 0.")
             return None
-        if not isinstance(owners, Tensor) or owners.dim() != 1 or owners.dtype.is_floating_point:
+        if not isinstance(owners, Tensor) or owners.dim() != 1 or owners.dtype not in _INTEGERS:
             raise ConfigError(
                 f"{option} is {owners!r}. Pass the number of nodes of this rank, or a 1-D integer tensor "
                 "with the rank of each node."
             )
-        ranks: Array = owners.cpu().numpy().astype(np.int64)
+        ranks: Array = owners.cpu().numpy().astype(np.int32)
         if len(ranks) and not 0 <= ranks.min() <= ranks.max() < num_ranks:
             raise ConfigError(
                 f"{option} has ranks from {ranks.min()} to {ranks.max()}, but there are {num_ranks}."

@@ -23,7 +23,15 @@ from torch.autograd.function import once_differentiable
 
 from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.devices import allocate_host_memory, copy_to_host, is_on_host
-from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, ReusableBuffer, Wait, row_exchanges
+from dglx_dist.comm.exchange import (
+    MAX_NAME,
+    CallExchange,
+    Incoming,
+    Outgoing,
+    ReusableBuffer,
+    Wait,
+    row_exchanges,
+)
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
@@ -124,12 +132,22 @@ class HaloExchange:
 
     The first exchange of a session opens connections, so every rank must construct one, even without peers.
     All ranks must run their exchanges in the same order. Rows of every step and their gradients are sent in
-    the format ``wire``. Formats other than "same" go through host memory. Raises PeerError if a rank is dead
-    or did not connect within the time-out.
+    the format ``wire``. Formats other than "same" go through host memory. ``uses_late_rows`` is whether the
+    option ``staleness`` of the session applies. Raises PeerError if a rank is dead or did not connect within
+    the time-out.
     """
 
-    def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
+    def __init__(
+        self,
+        session: Session,
+        layer: HaloLayer,
+        number: int,
+        wire: WireDtype = "same",
+        *,
+        uses_late_rows: bool = True,
+    ) -> None:
         self._session = session
+        self._uses_late_rows = uses_late_rows
         self._exchanges = row_exchanges(session)
         self.number = number
         self.wire = wire
@@ -174,10 +192,11 @@ class HaloExchange:
             return h
 
         stale: StaleHalos | None = self._exchanges.stale
-        if kept is None and stale is not None and torch.is_grad_enabled():
+        uses_late_rows = self._uses_late_rows and kept is None
+        if uses_late_rows and stale is not None and torch.is_grad_enabled():
             return cast("Tensor", _AppendLate.apply(self, stale.next_late_rows(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
-        if kept is None and self._exchanges.late is not None and current_backward() != NO_BACKWARD:
+        if uses_late_rows and self._exchanges.late is not None and current_backward() != NO_BACKWARD:
             raise ConfigError(
                 f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
                 "are not available; use recompute='keep' or 'none'"
@@ -262,7 +281,10 @@ class HaloExchange:
             exchange_number = 2 * self.number + (phase == BACKWARD)
             rounding_key = self._session.seed, self._exchanges.step, exchange_number
             codec = row_codec(self.wire, messages[0].rows, rounding_key)
-        name = self.describe(phase)
+        # Peers compare the name, so that no rank reads the rows as another dtype or shape.
+        rows = messages[0].rows
+        row_shape = ",".join(map(str, rows.shape[1:]))
+        name = f"{self.describe(phase)}, {str(rows.dtype).removeprefix('torch.')}[{row_shape}]"[:MAX_NAME]
         wait = exchange.post(outgoing, incoming, name, phase=phase, layer=self.number, codec=codec)
         wait(work)
 
