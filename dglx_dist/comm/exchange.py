@@ -53,7 +53,8 @@ class ReusableBuffer:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    # An expanded tensor of one number counts as contiguous, but has the stride 0.
+    return tensor.reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

@@ -281,10 +281,12 @@ class HaloExchange:
             exchange_number = 2 * self.number + (phase == BACKWARD)
             rounding_key = self._session.seed, self._exchanges.step, exchange_number
             codec = row_codec(self.wire, messages[0].rows, rounding_key)
-        # Peers compare the name, so that no rank reads the rows as another dtype or shape.
-        rows = messages[0].rows
-        row_shape = ",".join(map(str, rows.shape[1:]))
-        name = f"{self.describe(phase)}, {str(rows.dtype).removeprefix('torch.')}[{row_shape}]"[:MAX_NAME]
+        name = self.describe(phase)
+        if messages:
+            # Peers compare the name, so that no rank reads the rows as another dtype or shape.
+            rows = messages[0].rows
+            row_shape = ",".join(map(str, rows.shape[1:]))
+            name = f"{name}, {str(rows.dtype).removeprefix('torch.')}[{row_shape}]"[:MAX_NAME]
         wait = exchange.post(outgoing, incoming, name, phase=phase, layer=self.number, codec=codec)
         wait(work)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dglx_dist as dx
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.full_graph import halo_exchange
 from tests.helpers.ranks import run_ranks
 
@@ -208,7 +208,7 @@ def make_mistakes() -> None:
         dx.Halo(torch.tensor([0, 1, rank]), nothing)
 
     halo = dx.Halo(20, torch.tensor([[25], [3]]) if rank == 0 else nothing)
-    with pytest.raises(ConfigError, match="has 20 rows"):
+    with pytest.raises(ConfigError, match="this rank owns 20 nodes"):
         halo(torch.zeros(21, 2))
     kept = halo.edge_index
     with pytest.raises(ConfigError, match="source 99"):
@@ -216,6 +216,67 @@ def make_mistakes() -> None:
     assert halo.edge_index is kept
     assert len(halo(torch.zeros(20, 2))) == 20 + (rank == 0)
     dx.shutdown()
+
+
+OTHER_ROWS = [
+    (torch.ones(20, 4), torch.ones(20, 4, dtype=torch.int32)),
+    (torch.ones(20, 4, dtype=torch.float16), torch.ones(20, 4, dtype=torch.bfloat16)),
+    (torch.ones(20, 6), torch.ones(20, 2, 3)),
+]
+
+
+def exchange_other_rows(number: int) -> None:
+    """The ranks pass rows of as many bytes, but of another dtype or shape."""
+    dx.init(timeout=30)
+    rank = torch.distributed.get_rank()
+    edges = torch.tensor([[20 * (1 - rank)], [20 * rank]])
+    halo = dx.Halo(20, edges)
+    with pytest.raises(PeerError, match="width and dtype"):
+        halo(OTHER_ROWS[number][rank])
+
+
+@pytest.mark.parametrize("number", range(len(OTHER_ROWS)))
+def test_rows_of_another_dtype_or_shape_are_refused(number: int) -> None:
+    run_ranks(exchange_other_rows, 2, args=(number,))
+
+
+def exchange_late() -> list[float]:
+    """Rows of three steps in a session whose strategy reuses halo rows of the previous step."""
+    session = dx.init("full_graph", timeout=60, staleness=1)
+    rank = session.topology.rank
+    halo = dx.Halo(1, torch.tensor([[1 - rank], [rank]]))
+    received = []
+    for step in range(3):
+        rows = halo(torch.full((1, 1), 10.0 * rank + step, requires_grad=True))
+        rows.sum().backward()
+        received.append(rows[1].item() - 10 * (1 - rank))
+    dx.shutdown()
+    return received
+
+
+def test_staleness_of_a_strategy_does_not_apply() -> None:
+    for received in run_ranks(exchange_late, 2):
+        assert received == [0, 1, 2]
+
+
+def make_different_calls() -> None:
+    session = dx.init(timeout=60)
+    rank = session.topology.rank
+    edges = torch.zeros(2, 0, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"the calls of dx\.Halo"):
+        dx.Halo(3, edges, target_owners=3 if rank else None)
+    halo = dx.Halo(3, edges)
+    with pytest.raises(ConfigError, match=r"the calls of dx\.Halo"):
+        halo.rebuild(edges) if rank else dx.Halo(3, edges)
+    # The result is a new tensor, also on ranks without peers.
+    x = torch.ones(3, 1)
+    halo(x).mul_(2)
+    assert x.sum() == 3
+    dx.shutdown()
+
+
+def test_different_calls_are_refused_on_all_ranks() -> None:
+    run_ranks(make_different_calls, 2)
 
 
 def test_mistakes_of_one_rank_are_shown_on_all() -> None:

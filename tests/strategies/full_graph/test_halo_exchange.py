@@ -337,20 +337,20 @@ def in_another(what: str) -> str:
     [
         (
             "order",
-            r"rank 1 sends 16 bytes of 'halo of layer 2' \(its message 1 to this rank\)"
-            r".*but this rank expects 16 bytes of 'halo of layer 1' \(message 1\)",
-            "rank 0 sends 8 bytes of 'halo of layer 1'.*Let no branch",
+            r"rank 1 sends 16 bytes of 'halo of layer 2, float32.*' \(its message 1 to this rank\)"
+            r".*but this rank expects 16 bytes of 'halo of layer 1, float32.*' \(message 1\)",
+            "rank 0 sends 8 bytes of 'halo of layer 1, float32.*'.*Let no branch",
             STREAMS,
         ),
         (
             "order",
-            "rank 1 sends 16 bytes of 'halo of layer 2', but this rank expects .* of 'halo of layer 1'",
-            "rank 0 sends 8 bytes of 'halo of layer 1'.*Let no branch",
+            "rank 1 sends 16 bytes of 'halo of layer 2, float32.*', but this rank expects .* of 'halo of layer 1, float32.*'",
+            "rank 0 sends 8 bytes of 'halo of layer 1, float32.*'.*Let no branch",
             CALLS,
         ),
         (
             "width",
-            "sends 24 bytes of 'halo of layer 1'.*expects 16 bytes",
+            "sends 24 bytes of 'halo of layer 1, float32.*'.*expects 16 bytes",
             "sends 8 bytes.*expects 12 bytes",
             STREAMS,
         ),
