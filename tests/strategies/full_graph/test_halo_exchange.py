@@ -344,7 +344,7 @@ def in_another(what: str) -> str:
         ),
         (
             "order",
-            "rank 1 sends 16 bytes of 'halo of layer 2, float32.*', but this rank expects .* of 'halo of layer 1",
+            "rank 1 sends 16 bytes of 'halo of layer 2, .*', but this rank expects .* of 'halo of layer 1",
             "rank 0 sends 8 bytes of 'halo of layer 1, float32.*'.*Let no branch",
             CALLS,
         ),
