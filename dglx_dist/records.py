@@ -211,8 +211,12 @@ class EpochRecord:
 
     def scalars(self) -> dict[str, float]:
         """Return the finite numbers of ``metrics.jsonl`` except the epoch. Nested ones keep their names."""
-        figures: dict[str, Any] = asdict(self)
-        figures |= figures.pop("metrics")
+        figures: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            if isinstance(value, Mapping):
+                figures.update(value)
+            else:
+                figures[name] = value
         figures["samples_per_second"] = self.samples_per_second
         del figures["epoch"]
 

@@ -102,8 +102,8 @@ def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainCon
 
 def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictConfig) -> None:
     """Raise ConfigError if ``g`` is another graph than that of the run."""
-    found = {"graph": g.name, "nodes": g.num_nodes(), "edges": g.num_edges()}
-    for name, value in found.items():
+    facts = {"graph": g.name, "nodes": g.num_nodes(), "edges": g.num_edges()}
+    for name, value in facts.items():
         if run_config.get(name) != value:
             raise ConfigError(
                 f"{config.run} trained on a dataset with {name} {run_config.get(name)!r}, but "
