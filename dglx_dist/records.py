@@ -18,9 +18,6 @@ Array: TypeAlias = NDArray[Any]
 EdgeType: TypeAlias = tuple[str, str, str]
 """Canonical edge type: (source node type, relation, destination node type)."""
 
-IS_BATCH = "is_batch"
-"""Attribute of a graph that is the induced subgraph of a batch."""
-
 NODE_TYPE = "_N"
 """DGL's name of the only node type of a homogeneous graph."""
 

@@ -57,7 +57,8 @@ def _suggest_training(config: PlanConfig, candidate: Candidate) -> str:
     Options of the model that were not given to ``dglx plan`` have equal defaults in ``dglx train``.
     """
     names = [field.name for field, _ in list_options(ModelConfig) if field.name in config.given]
-    names += ["seed"] * ("seed" in config.given)
+    if "seed" in config.given:
+        names.append("seed")
     if candidate.unit == "full_graph":
         names = [name for name in names if name not in _BATCH_OPTIONS]
 

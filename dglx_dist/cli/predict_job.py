@@ -31,8 +31,8 @@ from dglx_dist.training.config import (
     PredictConfig,
     TrainConfig,
 )
-from dglx_dist.training.export import CLASS, ID
-from dglx_dist.training.inference import find_labelled_type, layerwise_inference
+from dglx_dist.training.export import CLASS, ID, to_column
+from dglx_dist.training.inference import find_labelled_type, flatten, layerwise_inference
 from dglx_dist.training.predictor import Predictor
 from dglx_dist.training.tasks import read_task, to_predictions, to_probabilities
 
@@ -47,6 +47,10 @@ _MODEL_OPTIONS = (
     "seed",
 )
 """Options of a run that its model depends on, beside those of ``ModelConfig``."""
+_TRAINABLE_ROWS = (
+    "{} have trainable rows, which are only in checkpoints. Predict all nodes with `dglx train --predictions "
+    "DIR`."
+)
 _MOST_SINGLE_NODES = 20_000
 """Maximum number of nodes that are computed by their neighborhoods. For more, all nodes are computed."""
 
@@ -93,10 +97,7 @@ def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainCon
             "--task link --predictions DIR`."
         )
     if plan.embeddings is not None:
-        raise ConfigError(
-            f"the nodes of {config.run} have trainable rows, which are only in checkpoints. Predict all "
-            "nodes with `dglx train --predictions DIR`."
-        )
+        raise ConfigError(_TRAINABLE_ROWS.format(f"the nodes of {config.run}"))
     return plan
 
 
@@ -111,10 +112,7 @@ def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictC
             )
     missing = [ntype for ntype in g.ntypes if FEATURE not in g.nodes[ntype].data]
     if missing:
-        raise ConfigError(
-            f"nodes of type {missing[0]!r} have trainable rows, which are only in checkpoints. Predict all "
-            "nodes with `dglx train --predictions DIR`."
-        )
+        raise ConfigError(_TRAINABLE_ROWS.format(f"nodes of type {missing[0]!r}"))
 
 
 def _read_ids(path: Path) -> Array:
@@ -176,8 +174,8 @@ def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: s
     if g.is_homogeneous and len(ids) <= _MOST_SINGLE_NODES:
         scores: Tensor = Predictor(module, g, edge_feats=edge_columns)(ids)
         return scores.cpu()
-    tables = layerwise_inference(module, g, ntypes=[ntype], edge_feats=edge_columns)
-    table = tables[ntype] if isinstance(tables, Mapping) else tables
+    results = layerwise_inference(module, g, ntypes=[ntype], edge_feats=edge_columns)
+    (table,) = flatten(results).values()
     rows: Tensor = table[ids]
     return rows
 
@@ -186,18 +184,11 @@ def _make_table(
     g: DistGraph, ntype: str, plan: TrainConfig, ids: Tensor, scores: Tensor, *, with_scores: bool
 ) -> pa.Table:
     """Return the table of answers, with the user's ids."""
-    predictions = to_predictions(plan.task, scores).numpy()
-    columns = {ID: pa.array(g.user_ids(ids, ntype)), PREDICTION: _to_column(predictions)}
+    columns = {ID: pa.array(g.user_ids(ids, ntype))}
+    columns[PREDICTION] = to_column(to_predictions(plan.task, scores))
     names = g.dataset.manifest.class_names.get(ntype, ())
     if plan.task == CLASSIFICATION and len(names):
-        columns[CLASS] = pa.array(names).take(pa.array(predictions))
+        columns[CLASS] = pa.array(names, pa.string()).take(columns[PREDICTION])
     if with_scores:
-        columns[SCORES] = _to_column(to_probabilities(plan.task, scores).float().numpy())
+        columns[SCORES] = to_column(to_probabilities(plan.task, scores))
     return pa.table(columns)
-
-
-def _to_column(values: Array) -> pa.Array:
-    """Return a column of the (n,) values, or of lists of the (n, C) values."""
-    if values.ndim == 1:
-        return pa.array(values)
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])

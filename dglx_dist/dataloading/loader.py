@@ -13,7 +13,7 @@ from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on
 from dglx_dist.comm.devices import resolve_device
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
-from dglx_dist.dataloading.minibatch import KernelMaker, MiniBatch, NodeIds, NodeMaker, SamplerMaker
+from dglx_dist.dataloading.minibatch import Excluded, KernelMaker, MiniBatch, NodeIds, NodeMaker, SamplerMaker
 from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource, compute_digest
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-SPARE_BUFFERS = 2
+_SPARE_BUFFERS = 2
 """Number of batches alive beside the prefetched ones: one in the training loop, one in its backward pass."""
 
 
@@ -87,10 +87,7 @@ def _read_draws(
     The settings are None if the sampler runs its own code. Raises ConfigError if the options do not fit the
     sampler, or if the sampler needs edges that this server does not have.
     """
-    device = resolve_device(options.device, g.session.device)
-    memory = RowMemory(options.depth + SPARE_BUFFERS, options.feature_dtype, device)
-    columns = find_columns(g, plan, memory)
-
+    columns = open_columns(g, plan, options)
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
@@ -117,6 +114,13 @@ def _read_draws(
         seed=seed,
         by_source=plan.by_source,
     )
+
+
+def open_columns(g: DistGraph, plan: SamplePlan, options: LoaderOptions) -> Columns:
+    """Return the columns that ``plan`` attaches, with buffers. A ConfigError lists the existing columns."""
+    device = resolve_device(options.device, g.session.device)
+    memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
+    return find_columns(g, plan, memory)
 
 
 def _open_source(
@@ -158,23 +162,27 @@ def _open_trees(g: DistGraph, draws: DrawSettings, rule: TreeRule, columns: Time
 
 
 def open_neighborhood_maker(
-    g: DistGraph, num_layers: int, mask: str | None = None, edge_feats: Any = ()
+    g: DistGraph,
+    num_layers: int,
+    mask: str | None = None,
+    edge_feats: Any = (),
+    exclude: Excluded | None = None,
 ) -> NodeMaker:
     """Return a maker of blocks with all in-edges of ``num_layers`` hops and the columns ``edge_feats``.
 
-    ``mask`` names an edge column. With a mask, the blocks have only the edges that the column marks, and
-    every rank must call this.
+    ``mask`` names an edge column that marks the edges of the blocks, and ``exclude`` has edges that no block
+    gets. If one of them is not None, every rank must call this.
     """
     # A fan-out of -1 takes all in-edges.
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
     schema = _read_schema(g)
-    draws = DrawSettings(schema=schema, fanouts=fanouts, replace=False, exclude={}, seed=0)
+    draws = DrawSettings(schema=schema, fanouts=fanouts, replace=False, exclude=exclude or {}, seed=0)
 
     names = read_column_names(edge_feats, "edge_feats")
     columns = Columns(edges=find_edge_columns(g, names, "edge_feats"))
 
-    # Every server serves "in_edges" from the start. Only a mask needs an operation of its own.
-    op = None if mask else "in_edges"
+    # Every server serves "in_edges" from the start. A mask and exclusions need an operation of their own.
+    op = "in_edges" if mask is None and exclude is None else None
     return KernelMaker(_open_source(g, draws, mask, op), draws, g, columns)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -14,18 +15,16 @@ import torch
 from dgl.dataloading import ShaDowKHopSampler
 
 from dglx_dist.comm.collectives import gather_arrays, run_on_all_ranks
-from dglx_dist.comm.devices import resolve_device
 from dglx_dist.dataloading.clusters import ClusterGCNSampler
-from dglx_dist.dataloading.feature_fetch import Columns, RowMemory, submit_columns
+from dglx_dist.dataloading.feature_fetch import NO_ROWS, Columns, get_edge_ids, submit_columns
 from dglx_dist.dataloading.kernels import RawBatch
 from dglx_dist.dataloading.loader import (
-    SPARE_BUFFERS,
+    open_columns,
     open_maker,
     open_neighborhood_maker,
     read_excluded_edges,
 )
 from dglx_dist.dataloading.minibatch import (
-    NOTHING_EXCLUDED,
     Excluded,
     MiniBatch,
     NodeMaker,
@@ -33,12 +32,7 @@ from dglx_dist.dataloading.minibatch import (
     seeds_to_node_ids,
     wait_for_columns,
 )
-from dglx_dist.dataloading.sampler_spec import (
-    SamplePlan,
-    find_columns,
-    read_column_names,
-    read_sampler_fanouts,
-)
+from dglx_dist.dataloading.sampler_spec import SamplePlan, read_column_names, read_sampler_fanouts
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
@@ -49,7 +43,7 @@ from dglx_dist.dataloading.step_loader import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.records import IS_BATCH, StepShare
+from dglx_dist.records import StepShare
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -64,21 +58,17 @@ class _SubgraphMaker(NodeMaker):
 
     def __init__(self, g: DistGraph, columns: Columns, exclude: Excluded) -> None:
         super().__init__(g, columns)
-        self._exclude = exclude
-        self._in_edges = open_neighborhood_maker(g, 1)
+        self._in_edges = open_neighborhood_maker(g, 1, exclude=exclude)
 
+    @abstractmethod
     def find_nodes(self, batch: MiniBatch, epoch: int, step: int) -> Seeds:
         """Return the distinct nodes of ``batch`` by type."""
-        raise NotImplementedError
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
         batch.sources = self.find_nodes(batch, epoch, step)
 
-        # The kernels number the given nodes first. So an edge is in the subgraph if its source has a small
-        # number.
-        neighborhood = MiniBatch(seeds=batch.sources)
-        self._in_edges.sample_blocks(neighborhood, epoch, NOTHING_EXCLUDED, step=step)
+        neighborhood = self._in_edges.sample_items(batch.sources, epoch, step=step)
         assert neighborhood.raw is not None
         batch.blocks = [self._build_graph(neighborhood.raw, batch.sources)]
         batch.input_nodes = seeds_to_node_ids(batch.sources, self._g.ntypes)
@@ -96,29 +86,24 @@ class _SubgraphMaker(NodeMaker):
             indptr = raw.indptr[first_offset : first_offset + num_destinations + 1]
             destinations = np.repeat(np.arange(num_destinations), np.diff(indptr))
             sources = raw.sources[first:last]
+            # The kernels number the given nodes first, so larger numbers are nodes from outside.
             is_inside = sources < counts[etype[0]]
-            if etype in self._exclude:
-                is_inside &= ~np.isin(raw.edge_ids[first:last], self._exclude[etype])
             edges[etype] = torch.from_numpy(sources[is_inside]), torch.from_numpy(destinations[is_inside])
             edge_ids[etype] = torch.from_numpy(raw.edge_ids[first:last][is_inside])
             first_offset += num_destinations + 1
 
         graph = dgl.heterograph(edges, num_nodes_dict=counts)
-        for ntype, count in counts.items():
-            graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(
-                nodes[ntype] if count else np.empty(0, np.int64)
-            )
+        for ntype in counts:
+            graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(nodes.get(ntype, NO_ROWS))
         for etype, ids in edge_ids.items():
             graph.edges[etype].data[dgl.EID] = ids
-        setattr(graph, IS_BATCH, True)
+        graph.has_layer_rows = True
         return graph
 
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
-        graph = batch.blocks[0]
-        edges = {etype: graph.edges[etype].data[dgl.EID].numpy() for etype in graph.canonical_etypes}
-        store = self._g.kvstore
-        batch.finish_pull = submit_columns(store, self._columns, batch.sources, {}, [edges])
+        edges = [get_edge_ids(block) for block in batch.blocks]
+        batch.finish_pull = submit_columns(self._g.kvstore, self._columns, batch.sources, {}, edges)
         batch.fetch_s = time.perf_counter() - begin
 
     def build(self, batch: MiniBatch) -> None:
@@ -220,7 +205,7 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
             loader_options = read_loader_options(options)
             if loader_options.disjoint or loader_options.seed_time is not None:
                 raise ConfigError(
-                    f"disjoint= and seed_time= are for samplers of neighbors. Leave them out with "
+                    "disjoint= and seed_time= are for neighbor samplers. Leave them out with "
                     f"{type(sampler).__name__}."
                 )
             _check_sampler(sampler, g)
@@ -230,9 +215,7 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
             if isinstance(sampler, ClusterGCNSampler):
                 counts = {_CLUSTER: len(sampler)}
                 item = _CLUSTER
-            device = resolve_device(loader_options.device, g.session.device)
-            memory = RowMemory(loader_options.depth + SPARE_BUFFERS, loader_options.feature_dtype, device)
-            columns = find_columns(g, plan, memory)
+            columns = open_columns(g, plan, loader_options)
             items = read_items(indices, counts, item)
             return loader_options, plan, columns, items, read_excluded_edges(g, loader_options.exclude)
 

@@ -28,7 +28,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward, tree_leaves
 from dglx_dist.keyed_random import item_key, stream_key
 from dglx_dist.layers.masks import ColumnRange, count_dropped, draw_bits, draw_kept_entries, draw_on_device
-from dglx_dist.records import IS_BATCH, ROW_ID, Array
+from dglx_dist.records import ROW_ID, Array
 
 
 def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
@@ -188,16 +188,13 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     return shared
 
 
-class RankGraph:
-    """Base of graphs with all nodes of a rank. Layers pass messages along them as along blocks."""
-
-
 def has_rows(graph: Any) -> bool:
     """Return whether layers pass messages along ``graph``.
 
-    It does not have to be a block. It may have all nodes of a rank, or be the subgraph of a batch.
+    Graphs that are not blocks have the attribute ``has_layer_rows``: all nodes of a rank, or the subgraph of
+    a batch.
     """
-    return bool(graph.is_block) or isinstance(graph, RankGraph) or bool(getattr(graph, IS_BATCH, False))
+    return bool(graph.is_block or getattr(graph, "has_layer_rows", False))
 
 
 def find_pass_ids(graph: Any) -> Tensor | None:

@@ -20,7 +20,7 @@ from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, find_pass_ids, has_rows, install_node_dropouts
 from dglx_dist.layers.nn import BatchNorm, install_batch_norms
 from dglx_dist.options import at_least, check_ranges, option, read_options
-from dglx_dist.records import IS_BATCH, StepShare
+from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
     OpenedStrategy,
     Reduction,
@@ -153,7 +153,7 @@ class DataParallelModel(ReplicatedModel):
         """
         if share.num_local > 0:
             return
-        has_nodes = any(getattr(graph, IS_BATCH, False) and graph.num_nodes() for graph in args)
+        has_nodes = any(getattr(graph, "has_layer_rows", False) and graph.num_nodes() for graph in args)
         has_batch_norm = any(isinstance(module, BatchNorm) for module in self.module.modules())
         if has_nodes and has_batch_norm:
             raise ConfigError(

@@ -305,7 +305,12 @@ def _publish(partial: Path, target: Path, entries: list[Any], overwrite: bool) -
         place_folder(partial, target, overwrite, _CONTENT, _is_export)
 
 
-def _find_row_type(rows: DistTensor) -> pa.DataType:
+def to_column(rows: Tensor) -> pa.Array:
+    """Return the (n, ...) ``rows`` as a column of a table: numbers, or lists of them."""
+    return _to_arrow(rows, _find_row_type(rows))
+
+
+def _find_row_type(rows: DistTensor | Tensor) -> pa.DataType:
     """Return the type of a row in a table: a number, or lists of numbers for rows with a shape."""
     dtype = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
     row_type = pa.from_numpy_dtype(torch.empty(0, dtype=dtype).numpy().dtype)

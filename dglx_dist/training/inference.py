@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
+def _place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
     """Return ``block`` on ``device``, with the out-degrees of the graph ``g``."""
     full_block = _FullBlock(*get_block_parts(block))
     full_block.graph = g
@@ -252,7 +252,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
         columns = _read_edge_columns(g, edge_feats)
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
-    passes = [_make_pass(step) for step in steps]
+    passes = [make_pass(step) for step in steps]
     return _infer(module, g, 1, passes, rows, batch_size, ntypes, mask, edge_feats)
 
 
@@ -265,7 +265,7 @@ def _read_edge_columns(g: DistGraph, edge_feats: EdgeNames) -> dict[str, DistTen
     return {str(name): data[name] for name in names if name in data}
 
 
-def _make_pass(layer: InferenceLayer) -> _Pass:
+def make_pass(layer: InferenceLayer) -> _Pass:
     return lambda blocks, h: layer(blocks[0], h)
 
 
@@ -340,21 +340,36 @@ def _make_compute(
     """
     device, dtype = target
 
-    def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
-        blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
-
-        # Read the rows of the sources.
+    def read_sources(block: Any) -> dict[Path, Tensor]:
         inputs = {}
         for path, tensor in rows.items():
-            source_ids = blocks[0].srcnodes[find_type(path, g)].data[dgl.NID]
+            source_ids = block.srcnodes[find_type(path, g)].data[dgl.NID]
             inputs[path] = tensor[source_ids].to(device, dtype)
-        graph_blocks = [place_with_degrees(block, g, device) for block in blocks]
-        for block in graph_blocks:
-            note_edge_order(block, g.orig_edge_ids)
-        output = run_pass(graph_blocks, nest(inputs))
-        return select_leaves(ntype, output, g, len(ids))
+        return inputs
 
-    return compute
+    return lambda ntype, ids: run_on_nodes(run_pass, g, maker, ntype, ids, read_sources, device)
+
+
+def run_on_nodes(
+    run_pass: _Pass,
+    g: DistGraph,
+    maker: NodeMaker,
+    ntype: str,
+    ids: Array,
+    read_sources: Callable[[Any], dict[Path, Tensor]],
+    device: torch.device,
+) -> dict[Path, Tensor]:
+    """Run a pass on the blocks around the (n,) distinct ``ids``. Return their rows by path.
+
+    ``read_sources`` maps the first block to the rows of its sources, by path.
+    """
+    blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
+    inputs = read_sources(blocks[0])
+    graph_blocks = [_place_with_degrees(block, g, device) for block in blocks]
+    for block in graph_blocks:
+        note_edge_order(block, g.orig_edge_ids)
+    output = run_pass(graph_blocks, nest(inputs))
+    return _select_leaves(ntype, output, g, len(ids))
 
 
 def split_range(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
@@ -427,7 +442,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dict[Path, Tensor]:
+def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dict[Path, Tensor]:
     """Return the rows of a node type by path. Raise ConfigError if one has not ``num_nodes`` rows."""
     leaves = {}
     for path, leaf in flatten(output).items():

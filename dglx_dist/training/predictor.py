@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dglx_dist.dataloading.loader import open_neighborhood_maker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Ids, as_ids
-from dglx_dist.internals.message_passing import note_edge_order
 from dglx_dist.options import check_integer
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import find_float_parameter
@@ -24,10 +23,10 @@ from dglx_dist.training.inference import (
     evaluating,
     gather_module,
     list_layers,
+    make_pass,
     nest,
-    place_with_degrees,
     read_first_rows,
-    select_leaves,
+    run_on_nodes,
 )
 from dglx_dist.training.models import InferenceLayer
 
@@ -81,14 +80,14 @@ class Predictor:
         self._g = g
         self._feature = feature
         self._module = gather_module(model)
-        self._steps = list_layers(self._module, layers, between)
+        self._passes = [make_pass(layer) for layer in list_layers(self._module, layers, between)]
         self._input_rows = read_first_rows(g, feature, None)[()]
         self._changed_rows = torch.empty((0, *self._input_rows.shape[1:]), dtype=self._input_rows.dtype)
         self._slot_of_node = np.full(g.num_nodes(), -1)
         """Position of each node's row in ``_changed_rows``, or -1."""
         self._maker = open_neighborhood_maker(g, 1, edge_feats=edge_feats)
         capacity = min(check_integer("cache_rows", cache_rows, least=0), g.num_nodes())
-        self._caches = [_RowCache(g.num_nodes(), capacity) for _ in self._steps]
+        self._caches = [_RowCache(g.num_nodes(), capacity) for _ in self._passes]
         self._batch_size = check_integer("batch_size", batch_size, least=1)
         self._lock = threading.Lock()
 
@@ -104,7 +103,7 @@ class Predictor:
         distinct, positions = np.unique(as_ids(ids, self._g.num_nodes(), "node"), return_inverse=True)
         num_pieces = max(-(-len(distinct) // self._batch_size), 1)
         with self._lock, evaluating(self._module):
-            results = [self._compute(len(self._steps), ids) for ids in np.array_split(distinct, num_pieces)]
+            results = [self._compute(len(self._passes), ids) for ids in np.array_split(distinct, num_pieces)]
         rows = {}
         for path in results[0]:
             joined = torch.cat([result[path] for result in results])
@@ -166,13 +165,13 @@ class Predictor:
         if kept_rows and not len(missing):
             return kept_rows
 
-        items = {self._g.ntypes[0]: missing}
-        block: Any = self._maker.complete(self._maker.sample_items(items, 0, step=0)).blocks[0]
-        source_rows = self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
-        placed_block = place_with_degrees(block, self._g, find_float_parameter(self._module).device)
-        note_edge_order(placed_block, self._g.orig_edge_ids)
-        output = self._steps[depth - 1](placed_block, nest(source_rows))
-        computed_rows = select_leaves(self._g.ntypes[0], output, self._g, len(missing))
+        def compute_sources(block: Any) -> _Rows:
+            return self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
+
+        device = find_float_parameter(self._module).device
+        run_pass = self._passes[depth - 1]
+        ntype = self._g.ntypes[0]
+        computed_rows = run_on_nodes(run_pass, self._g, self._maker, ntype, missing, compute_sources, device)
         cache.write(missing, computed_rows)
         if not kept_rows:
             return computed_rows

@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.options import is_integer
 from dglx_dist.records import Array
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
-from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 PLAN_PHASE = "halo_plan"
@@ -79,7 +79,7 @@ class Halo:
         if target_owners is not None:
             self._targets = _read_owners(target_owners, self._session, "target_owners")
         self.num_owned = self._sources.num_owned
-        self.rebuild(edge_index)
+        self._set_edges(edge_index)
 
     def rebuild(self, edge_index: Tensor) -> None:
         """Replace the edges of this rank. The owners of the nodes stay. Every rank must call this.
@@ -87,9 +87,12 @@ class Halo:
         Read :attr:`edge_index` and :attr:`halo_nodes` again afterwards. This sends 8 bytes for each row of
         the new halo. Raises ConfigError like the constructor. The former edges then stay.
         """
+        self._check_call(f"edges of Halo {self._number}")
+        self._set_edges(edge_index)
+
+    def _set_edges(self, edge_index: Tensor) -> None:
         session = self._session
         rank = session.topology.rank
-        self._check_call(f"edges of Halo {self._number}")
         read_edges = partial(self._read_edges, edge_index)
         source_ids, target_rows = run_on_all_ranks(session, read_edges, ConfigError)
         source_owners, source_rows = self._sources.find(source_ids)
@@ -105,17 +108,9 @@ class Halo:
         halo_nodes = halo_ids[order]
 
         num_received = np.bincount(halo_owners, minlength=session.topology.world_size)
-        sent_rows = self._request(halo_nodes, num_received)
-        layer = HaloLayer(
-            own_rows=self.num_owned,
-            targets=self._targets.num_owned,
-            indptr=np.zeros(1, np.int64),
-            indices=source_rows,
-            edge_ids=NO_IDS,
-            halo_nodes=halo_nodes,
-            receive=tuple((peer, int(count)) for peer, count in enumerate(num_received) if count),
-            send=sent_rows,
-        )
+        received = tuple((peer, int(count)) for peer, count in enumerate(num_received) if count)
+        sent = self._request(halo_nodes, num_received)
+        layer = HaloLayer.from_rows(self.num_owned, halo_nodes, received, sent)
         self._exchange = HaloExchange(session, layer, self._number, uses_late_rows=False)
         self.halo_nodes = torch.from_numpy(halo_nodes)
         rows = torch.from_numpy(np.stack([source_rows, target_rows]))
@@ -149,9 +144,8 @@ class Halo:
 
         source_ids, target_ids = edge_index.detach().cpu().numpy().astype(np.int64)
         for ids, rows, role in ((source_ids, self._sources, "source"), (target_ids, self._targets, "target")):
-            is_wrong = (ids < 0) | (ids >= rows.num_nodes)
-            if is_wrong.any():
-                edge = int(np.argmax(is_wrong))
+            if not rows.has_all(ids):
+                edge = int(np.argmax((ids < 0) | (ids >= rows.num_nodes)))
                 raise ConfigError(
                     f"edge {edge} has the {role} {ids[edge]}, but there are {rows.num_nodes} nodes on all "
                     "ranks. Pass global ids."
@@ -190,11 +184,11 @@ class Halo:
 
         sent_rows = []
         for message in incoming:
-            owners, rows = self._sources.find(message.rows.numpy())
             # The ids come from a socket.
-            if (owners != session.topology.rank).any():
+            requested_ids = message.rows.numpy()
+            if not self._sources.are_all_on(session.topology.rank, requested_ids):
                 raise PeerError(f"rank {message.rank} requests rows that this rank does not own.")
-            sent_rows.append((message.rank, rows))
+            sent_rows.append((message.rank, self._sources.find(requested_ids)[1]))
         return tuple(sent_rows)
 
 
@@ -214,10 +208,14 @@ class _RowOwners:
             self._rows = np.empty(len(owners), np.int64)
             self._rows[order] = np.arange(len(owners)) - starts[owners[order]]
 
+    def has_all(self, ids: Array) -> bool:
+        return not len(ids) or bool(ids.min() >= 0 and ids.max() < self.num_nodes)
+
+    def are_all_on(self, rank: int, ids: Array) -> bool:
+        return self.has_all(ids) and bool((self.find(ids)[0] == rank).all())
+
     def find(self, ids: Array) -> tuple[Array, Array]:
-        """Return the owners and the rows of the (n,) ``ids``. PeerError for ids that do not exist."""
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_nodes:
-            raise PeerError(f"a node id is not in 0 to {self.num_nodes - 1}")
+        """Return the owners and the rows of the (n,) ``ids``, which must exist."""
         if self._owners is None or self._rows is None:
             owners = np.searchsorted(self._starts, ids, side="right") - 1
             return owners, ids - self._starts[owners]

@@ -345,16 +345,7 @@ class CoverExchange:
     def __init__(self, session: Session, cover: Cover, uncovered: HaloExchange) -> None:
         num_edges = uncovered.num_edges
         self._rows = HaloExchange(session, cover.layer, uncovered.number, uncovered.wire)
-        edges = HaloLayer(
-            own_rows=num_edges,
-            targets=0,
-            indptr=np.zeros(1, np.int64),
-            indices=cover.indices[:0],
-            edge_ids=cover.indices[:0],
-            halo_nodes=cover.indices,
-            receive=cover.receive_edges,
-            send=cover.send_edges,
-        )
+        edges = HaloLayer.from_rows(num_edges, cover.indices, cover.receive_edges, cover.send_edges)
         self._edges = HaloExchange(session, edges, uncovered.number)
 
         # The edge of a partial sum has no weight of its own. Its position is behind those of all in-edges.

@@ -69,6 +69,20 @@ class HaloLayer:
     cover: Cover | None = None
     """Exchange for sums over the in-edges. If it is None, halo rows are exchanged for sums too."""
 
+    @classmethod
+    def from_rows(cls, own_rows: int, halo_nodes: Array, receive: Received, send: Sent) -> HaloLayer:
+        """Return a layer without targets and edges, for an exchange of rows only."""
+        return cls(
+            own_rows=own_rows,
+            targets=0,
+            indptr=np.zeros(1, np.int64),
+            indices=NO_IDS,
+            edge_ids=NO_IDS,
+            halo_nodes=halo_nodes,
+            receive=receive,
+            send=send,
+        )
+
     @property
     def num_sources(self) -> int:
         return self.own_rows + len(self.halo_nodes)

@@ -29,7 +29,6 @@ from dglx_dist.internals.graphs import (
 )
 from dglx_dist.internals.message_passing import copy_frame, place
 from dglx_dist.internals.pytorch import get_version
-from dglx_dist.layers.dropout import RankGraph
 from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, check_one_type, count_targets
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @final
-class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
+class LocalGraph(InEdgesOnlyGraph, DGLGraph):
     """This rank's nodes of a graph, as a homogeneous DGL graph for any ``dgl.nn`` module.
 
     The nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank.
@@ -63,6 +62,8 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     Args:
         block: A block of one layer. Its destinations are all own rows.
     """
+
+    has_layer_rows = True
 
     def __init__(self, block: HaloBlock) -> None:
         rows = block.num_dst_nodes()

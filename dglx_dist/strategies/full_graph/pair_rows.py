@@ -218,12 +218,8 @@ class PairPlanner:
         own_rows = np.searchsorted(own_nodes, by_holder[rank])
         kept_rows = np.unique(np.concatenate([own_rows, *sent_rows.values()]))
         received = [(peer, ids) for peer, ids in enumerate(by_holder) if peer != rank and len(ids)]
-        layer = HaloLayer(
+        layer = HaloLayer.from_rows(
             own_rows=len(kept_rows),
-            targets=0,
-            indptr=np.zeros(1, np.int64),
-            indices=NO_IDS,
-            edge_ids=NO_IDS,
             halo_nodes=np.concatenate([NO_IDS, *(ids for _, ids in received)]),
             receive=tuple((peer, len(ids)) for peer, ids in received),
             send=tuple((peer, np.searchsorted(kept_rows, rows)) for peer, rows in sent_rows.items()),
