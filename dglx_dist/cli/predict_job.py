@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,11 +22,12 @@ from dglx_dist.data.storage.files import name_write_failures, replace_atomically
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import FEATURE, LABEL, Array
-from dglx_dist.report.run_folder import read_run
+from dglx_dist.report.run_folder import CONFIG, read_run, read_spread
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
 from dglx_dist.training.config import (
     CLASSIFICATION,
     LINK,
+    MULTILABEL,
     REGRESSION,
     ModelConfig,
     PredictConfig,
@@ -61,20 +63,34 @@ def predict_nodes(config: PredictConfig) -> int:
     Raises ConfigError if the run, the dataset and the nodes do not belong together, and StorageError if a
     file cannot be read or written.
     """
-    run = read_run(config.run)
+    folder = Path(config.run)
+    if read_spread(folder) is not None:
+        raise ConfigError(
+            f"{folder} has runs of several seeds. Predict with one of them, like {folder}/seed-0."
+        )
+    run = read_run(folder)
     plan = _read_plan(run.config, config)
     names = None if config.nodes is None else _read_ids(config.nodes)
-    with init("data_parallel", seed=plan.seed, device=plan.device) as session:
+    with name_write_failures(config.out):
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+
+    with init("data_parallel", seed=plan.seed, device=config.device) as session:
         g = DistGraph(plan.data, structure="replicated", session=session)
         _check_dataset(g, run.config, config)
         ntype = find_labelled_type(g)
+        task, width = read_task(g, ntype, LABEL, plan.task)
+        plan = replace(plan, task=task)
+        if config.out.suffix == ".csv" and (task == MULTILABEL or width > 1):
+            raise ConfigError(
+                f"predictions of {width} values are lists, which --out {config.out} cannot hold. "
+                "Use .parquet."
+            )
         ids = torch.arange(g.num_nodes(ntype)) if names is None else _find_nodes(g, ntype, names, config)
-        module = _load_model(plan, g, ntype, config)
+        module = _load_model(plan, g, ntype, width, config)
         scores = _compute_scores(module, plan, g, ntype, ids)
         table = _make_table(g, ntype, plan, ids, scores, with_scores=config.scores)
         g.close()
 
-    config.out.parent.mkdir(parents=True, exist_ok=True)
     with name_write_failures(config.out), replace_atomically(config.out) as partial:
         if config.out.suffix == ".csv":
             pa.csv.write_csv(table, partial)
@@ -85,12 +101,24 @@ def predict_nodes(config: PredictConfig) -> int:
 
 def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainConfig:
     """Return the options of the run that its model depends on."""
-    names = {field.name for field in fields(ModelConfig)} | {*_MODEL_OPTIONS}
+    lacking = [name for name in ("data", "model", "task") if name not in run_config]
+    if lacking:
+        raise StorageError(
+            f"{Path(config.run) / CONFIG} lacks {', '.join(lacking)}, so it is damaged or of another "
+            "version. Train again."
+        )
+    # The device of the training may be missing here.
+    names = {field.name for field in fields(ModelConfig)} - {"device"} | {*_MODEL_OPTIONS}
     values: dict[str, Any] = {}
     for name in names & run_config.keys():
         value = run_config[name]
         values[name] = tuple(value) if isinstance(value, list) else value
     plan = TrainConfig(data=config.data or run_config["data"], **values)
+    if not Path(plan.data).is_dir():
+        raise ConfigError(
+            f"there is no folder {plan.data}, where {config.run} had its dataset. Name the folder with "
+            "--data DIR, or run the command where the training ran."
+        )
     if plan.task == LINK:
         raise ConfigError(
             f"{config.run} predicts links, but dglx predict predicts nodes. Rank links with `dglx train "
@@ -104,6 +132,7 @@ def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainCon
 def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictConfig) -> None:
     """Raise ConfigError if ``g`` is another graph than that of the run."""
     facts = {"graph": g.name, "nodes": g.num_nodes(), "edges": g.num_edges()}
+    facts["dataset_checksum"] = g.dataset.manifest.checksum
     for name, value in facts.items():
         if run_config.get(name) != value:
             raise ConfigError(
@@ -119,9 +148,9 @@ def _read_ids(path: Path) -> Array:
     """Read the ids of nodes, as texts or integers. Raise StorageError if the file has none."""
     try:
         if path.suffix == ".txt":
-            lines = path.read_text(encoding="utf-8").splitlines()
-            return np.array([line.strip() for line in lines if line.strip()], str)
-        if path.suffix == ".parquet":
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            table = pa.table({ID: [line.strip() for line in lines if line.strip()]})
+        elif path.suffix == ".parquet":
             table = pq.read_table(path)
         else:
             # As in tables of nodes, an id like 007 is a text.
@@ -129,13 +158,22 @@ def _read_ids(path: Path) -> Array:
             table = pa.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise StorageError(f"--nodes {path} cannot be read: {error}") from error
-    if ID not in table.column_names:
+
+    if table.column_names.count(ID) != 1:
         raise StorageError(
-            f"--nodes {path} has no column {ID!r} (columns: {', '.join(table.column_names)}). Rename the "
-            "column of the ids."
+            f"--nodes {path} has {table.column_names.count(ID) or 'no'} column {ID!r} (columns: "
+            f"{', '.join(table.column_names)}). Rename the column of the ids."
         )
-    column = table[ID].combine_chunks()
-    return column.to_numpy(zero_copy_only=False)
+    column = table[ID]
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if len(column) == 0 or column.null_count or not (is_text or pa.types.is_integer(column.type)):
+        raise StorageError(
+            f"--nodes {path} has {len(column)} ids of type {column.type}, of which {column.null_count} are "
+            "missing. Write a text or a whole number for each node."
+        )
+    return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictConfig) -> Tensor:
@@ -143,7 +181,7 @@ def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictConfig) -
     if g.dataset.manifest.user_ids.get(ntype) != "string" and names.dtype.kind in "UO":
         try:
             names = names.astype(np.int64)
-        except (TypeError, ValueError) as error:
+        except (OverflowError, ValueError) as error:
             raise ConfigError(
                 f"--nodes {config.nodes}: {error}, but the ids of the dataset are integers."
             ) from error
@@ -153,18 +191,21 @@ def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictConfig) -
         raise ConfigError(f"--nodes {config.nodes}: {error}") from error
 
 
-def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, config: PredictConfig) -> nn.Module:
+def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, width: int, config: PredictConfig) -> nn.Module:
     """Build the model of the run, and load its weights."""
     path = Path(config.run) / (BEST_WEIGHTS if config.weights == "best" else FINAL_WEIGHTS)
-    _, width = read_task(g, ntype, LABEL, plan.task)
+    if not path.is_file():
+        raise StorageError(f"there are no weights in {path}. The run did not finish, or they were moved.")
     module, _, _ = build(plan, g, ntype, width or g.num_classes(ntype))
     if plan.task == REGRESSION:
         # The file replaces these values.
         module.standardise(torch.zeros(width), torch.ones(width))  # type: ignore[operator]  # all models have it
     try:
         module.load_state_dict(load_file(path))
-    except (OSError, RuntimeError) as error:
-        raise StorageError(f"the weights in {path} do not fit the model of {config.run}: {error}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise StorageError(
+            f"the weights in {path} are damaged, or belong to another model than {config.run}: {error}"
+        ) from error
     return module.to(g.session.device)
 
 

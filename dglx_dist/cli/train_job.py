@@ -684,6 +684,7 @@ def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[
         "nodes": g.num_nodes(),
         "edges": g.num_edges(),
         "parts": g.dataset.manifest.num_parts,
+        "dataset_checksum": g.dataset.manifest.checksum,
         "partitioned_by": g.dataset.manifest.method,
         "versions": {module.__name__: module.__version__ for module in (dglx_dist, torch, dgl)},
         "environment": {

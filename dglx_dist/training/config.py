@@ -702,6 +702,7 @@ class PredictConfig:
     data: str | None = path_option(
         None, "Folder of the dataset, if it has moved since the training.", metavar="DIR"
     )
+    device: str = option("auto", "Device of the model: cpu, cuda, cuda:N, or auto for a GPU if there is one.")
     overwrite: bool = option(False, "Replace FILE.")
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dglx_dist.dataloading.loader import open_neighborhood_maker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Ids, as_ids
+from dglx_dist.internals.pytorch import get_version
 from dglx_dist.options import check_integer
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import find_float_parameter
@@ -48,13 +49,14 @@ class Predictor:
     The constructor is collective, and calls are not. The graph has one node type and one edge type.
 
     Args:
-        model: Wrapped or plain model. It is in evaluation mode during a call. Its weights must not change.
+        model: Wrapped or plain model. It is in evaluation mode during a call. If its weights change, kept
+            rows are computed again. If a strategy cuts its weights, those of the construction are used.
         g: The distributed graph.
         feature: Node data of the first layer.
         layers, between, edge_feats: As for :func:`layerwise_inference`.
         cache_rows: Maximum number of nodes with kept rows, of each layer. 0 keeps none.
-        batch_size: Maximum number of nodes that a call computes at once. Use :func:`layerwise_inference` for
-            all nodes.
+        batch_size: Maximum number of nodes of a layer that are computed at once. Use
+            :func:`layerwise_inference` for all nodes.
 
     Raises:
         ConfigError: the graph has several types, or the model does not define its layers.
@@ -82,13 +84,16 @@ class Predictor:
         self._module = gather_module(model)
         self._passes = [make_pass(layer) for layer in list_layers(self._module, layers, between)]
         self._input_rows = read_first_rows(g, feature, None)[()]
-        self._changed_rows = torch.empty((0, *self._input_rows.shape[1:]), dtype=self._input_rows.dtype)
+        dtype = find_float_parameter(self._module).dtype
+        self._changed_rows = torch.empty((0, *self._input_rows.shape[1:]), dtype=dtype)
         self._slot_of_node = np.full(g.num_nodes(), -1)
         """Position of each node's row in ``_changed_rows``, or -1."""
         self._maker = open_neighborhood_maker(g, 1, edge_feats=edge_feats)
         capacity = min(check_integer("cache_rows", cache_rows, least=0), g.num_nodes())
         self._caches = [_RowCache(g.num_nodes(), capacity) for _ in self._passes]
         self._batch_size = check_integer("batch_size", batch_size, least=1)
+        self._versions: list[int | None] = []
+        """Versions of the weights that the kept rows belong to."""
         self._lock = threading.Lock()
 
     def __call__(self, ids: Ids) -> Any:
@@ -101,21 +106,26 @@ class Predictor:
         ConfigError if a layer does not return one row for each destination.
         """
         distinct, positions = np.unique(as_ids(ids, self._g.num_nodes(), "node"), return_inverse=True)
-        num_pieces = max(-(-len(distinct) // self._batch_size), 1)
         with self._lock, evaluating(self._module):
-            results = [self._compute(len(self._passes), ids) for ids in np.array_split(distinct, num_pieces)]
-        rows = {}
-        for path in results[0]:
-            joined = torch.cat([result[path] for result in results])
-            rows[path] = joined[torch.from_numpy(positions)]
-        return nest(rows)
+            self._forget_old_weights()
+            results = self._compute(len(self._passes), distinct)
+        order = torch.from_numpy(positions)
+        return nest({path: rows[order] for path, rows in results.items()})
+
+    def _forget_old_weights(self) -> None:
+        """Forget all kept rows if a weight has changed since the last call."""
+        versions = [get_version(tensor) for tensor in self._module.state_dict(keep_vars=True).values()]
+        if versions != self._versions:
+            self._caches = [cache.copy_empty() for cache in self._caches]
+            self._versions = versions
 
     def update(self, name: str, ids: Ids, rows: Any) -> None:
         """Use the (K, ...) ``rows`` as the column ``name`` of the nodes ``ids`` from now on.
 
         The dataset and predictors of other ranks do not change. Kept rows of the nodes and of all nodes that
         their messages reach are forgotten, layer by layer. Raises ConfigError if the model does not read the
-        column, ``rows`` have another shape, or this server has only a part of the structure.
+        column, ``rows`` have another shape or are too large for the dtype of the model, or this server has
+        only a part of the structure.
         """
         if name != self._feature:
             raise ConfigError(f"update changes {self._feature!r}, which the model reads, and not {name!r}.")
@@ -126,6 +136,12 @@ class Predictor:
                 f"update got rows of shape {tuple(new_rows.shape)} for {len(nodes)} nodes, but {name!r} has "
                 f"rows of shape {tuple(self._input_rows.shape[1:])}."
             )
+        converted_rows = new_rows.detach().to("cpu", self._changed_rows.dtype)
+        if (converted_rows.isfinite().cpu() != new_rows.isfinite().cpu()).any():
+            raise ConfigError(
+                f"update got a value of {float(new_rows.abs().max()):g}, which is too large for the model's "
+                f"{self._changed_rows.dtype}."
+            )
         structure = self._g.structure()
         if not structure.is_replicated:
             raise ConfigError(
@@ -134,7 +150,7 @@ class Predictor:
             )
         (shard,) = structure.shards
         with self._lock:
-            self._keep_changed(nodes, new_rows)
+            self._keep_changed(nodes, converted_rows)
             is_changed = np.zeros(self._g.num_nodes(), bool)
             is_changed[nodes] = True
             for cache in self._caches:
@@ -147,13 +163,15 @@ class Predictor:
         """Keep the (K, ...) ``rows``. If a node is repeated, its last row counts."""
         distinct, reversed_positions = np.unique(nodes[::-1], return_index=True)
         last_positions = len(nodes) - 1 - reversed_positions
-        added = distinct[self._slot_of_node[distinct] < 0]
-        self._slot_of_node[added] = len(self._changed_rows) + np.arange(len(added))
+        slots = self._slot_of_node[distinct]
+        is_added = slots < 0
+        num_added = int(is_added.sum())
+        slots[is_added] = len(self._changed_rows) + np.arange(num_added)
 
-        shape = (len(added), *self._changed_rows.shape[1:])
-        self._changed_rows = torch.cat([self._changed_rows, self._changed_rows.new_empty(shape)])
-        slots = torch.from_numpy(self._slot_of_node[distinct])
-        self._changed_rows[slots] = rows[torch.from_numpy(last_positions)].to(self._changed_rows.dtype)
+        added_rows = self._changed_rows.new_empty((num_added, *rows.shape[1:]))
+        self._changed_rows = torch.cat([self._changed_rows, added_rows])
+        self._changed_rows[torch.from_numpy(slots)] = rows[torch.from_numpy(last_positions)]
+        self._slot_of_node[distinct] = slots
 
     def _compute(self, depth: int, ids: Array) -> _Rows:
         """Return the (n, ...) rows of layer ``depth`` at the distinct ``ids``. Layer 0 has the features."""
@@ -165,14 +183,9 @@ class Predictor:
         if kept_rows and not len(missing):
             return kept_rows
 
-        def compute_sources(block: Any) -> _Rows:
-            return self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
-
-        device = find_float_parameter(self._module).device
-        run_pass = self._passes[depth - 1]
-        ntype = self._g.ntypes[0]
-        computed_rows = run_on_nodes(run_pass, self._g, self._maker, ntype, missing, compute_sources, device)
-        cache.write(missing, computed_rows)
+        num_pieces = max(-(-len(missing) // self._batch_size), 1)
+        pieces = [self._compute_missing(depth, piece) for piece in np.array_split(missing, num_pieces)]
+        computed_rows = {path: torch.cat([piece[path] for piece in pieces]) for path in pieces[0]}
         if not kept_rows:
             return computed_rows
 
@@ -183,15 +196,28 @@ class Predictor:
             rows[path][torch.from_numpy(~is_kept)] = computed
         return rows
 
+    def _compute_missing(self, depth: int, ids: Array) -> _Rows:
+        """Compute the rows of layer ``depth`` at ``ids``, which are not kept, and keep them."""
+
+        def compute_sources(block: Any) -> _Rows:
+            return self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
+
+        device = find_float_parameter(self._module).device
+        run_pass = self._passes[depth - 1]
+        ntype = self._g.ntypes[0]
+        rows = run_on_nodes(run_pass, self._g, self._maker, ntype, ids, compute_sources, device)
+        self._caches[depth - 1].write(ids, rows)
+        return rows
+
     def _read_inputs(self, ids: Array) -> Tensor:
         """Return the (n, ...) features of ``ids``, with those that were updated."""
-        rows = self._input_rows[torch.from_numpy(ids)]
+        parameter = find_float_parameter(self._module)
+        rows = self._input_rows[torch.from_numpy(ids)].to(parameter.dtype)
         slots = self._slot_of_node[ids]
         is_updated = slots >= 0
         if is_updated.any():
             rows[torch.from_numpy(is_updated)] = self._changed_rows[torch.from_numpy(slots[is_updated])]
-        parameter = find_float_parameter(self._module)
-        return rows.to(parameter.device, parameter.dtype)
+        return rows.to(parameter.device)
 
 
 @final
@@ -205,6 +231,9 @@ class _RowCache:
         self._free_slots = np.arange(capacity)
         self._num_uses = 0
         self._rows: _Rows = {}
+
+    def copy_empty(self) -> _RowCache:
+        return _RowCache(len(self._slot_of_node), len(self._node_of_slot))
 
     def read(self, ids: Array) -> tuple[Array, _Rows]:
         """Return a (n,) bool mask of the kept ``ids``, and their rows, or no rows if none is kept."""

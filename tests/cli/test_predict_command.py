@@ -184,6 +184,71 @@ def test_mistakes_are_refused(trained: Path, tmp_path: Path) -> None:
     assert out.read_text() != "mine"
 
 
+IDS: list[tuple[dict[str, list[Any]], str]] = [
+    ({"id": ["07", None]}, "1 are missing"),
+    ({"id": []}, "0 ids"),
+    ({"id": [0.5]}, "type double"),
+    ({"id": [[1]]}, "type list"),
+    ({"name": ["07"]}, "no column 'id'"),
+]
+
+
+@pytest.mark.parametrize(("columns", "message"), IDS)
+def test_ids_that_are_none_are_refused(
+    columns: dict[str, list[Any]], message: str, trained: Path, tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.parquet"
+    pq.write_table(pa.table(columns), ids)
+    run = trained / "runs" / "classes"
+    assert message in read_refusal(run, "--nodes", ids, "--out", tmp_path / "a.csv")
+
+
+def test_changed_data_of_the_same_size_is_refused(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "classes", tmp_path / "classes")
+    nodes = (tmp_path / "classes" / "nodes.csv").read_text().replace("emu", "ape")
+    (tmp_path / "classes" / "nodes.csv").write_text(nodes)
+    data = tmp_path / "data"
+    arguments = ["partition", str(tmp_path / "classes"), "--parts", "2", "--out", str(data)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    run = trained / "runs" / "classes"
+    assert "dataset_checksum" in read_refusal(run, "--out", tmp_path / "a.csv", "--data", data)
+
+
+def test_lists_need_parquet(trained: Path, tmp_path: Path) -> None:
+    refusal = read_refusal(trained / "runs" / "labels", "--out", tmp_path / "a.csv")
+    assert "predictions of 2 values are lists" in refusal
+
+
+def test_damaged_runs_are_refused(trained: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "a.csv"
+    shutil.copytree(trained / "runs" / "classes", run)
+    weights = (run / "model.safetensors").read_bytes()
+    for content in (weights[:100], b"junk"):
+        (run / "model.safetensors").write_bytes(content)
+        assert "are damaged" in read_refusal(run, "--out", out)
+    shutil.copy(trained / "runs" / "jumping knowledge" / "model.safetensors", run / "model.safetensors")
+    assert "another model" in read_refusal(run, "--out", out)
+
+    config = json.loads((run / "config.json").read_text())
+    del config["task"]
+    (run / "config.json").write_text(json.dumps(config))
+    assert "lacks task" in read_refusal(run, "--out", out)
+
+    (tmp_path / "spread").mkdir()
+    (tmp_path / "spread" / "summary.json").write_text("{}")
+    assert "several seeds" in read_refusal(tmp_path / "spread", "--out", out)
+    (tmp_path / "file").write_text("")
+    read_refusal(trained / "runs" / "classes", "--out", tmp_path / "file" / "a.csv")
+
+
+def test_the_device_of_the_training_may_be_missing(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "runs" / "classes", run)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"device": "cuda:7"}))
+    assert predict(run, "--out", tmp_path / "a.csv", "--device", "cpu").exit_code == 0
+
+
 def test_runs_without_a_model_of_nodes_are_refused(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained / "runs" / "classes", run)

@@ -209,6 +209,50 @@ def test_forgetting_only_the_updated_nodes_is_seen(g: DistGraph) -> None:
     assert measure_difference(predictor(torch.arange(NUM_NODES)), infer_with(model, g, features)) > 1e-3
 
 
+def test_changed_weights_change_the_rows(g: DistGraph) -> None:
+    model = Net()
+    predictor = dx.Predictor(model, g)
+    before = predictor(torch.arange(NUM_NODES))
+    with torch.no_grad():
+        model.third.fc_self.bias.add_(1)
+    rows = predictor(torch.arange(NUM_NODES))
+    assert measure_difference(rows, infer(model, g)) < 1e-12
+    assert measure_difference(rows, before) > 0.9
+
+
+def test_a_failed_update_changes_nothing(g: DistGraph) -> None:
+    predictor = dx.Predictor(Net().float(), g)
+    before = predictor(torch.arange(NUM_NODES))
+    with pytest.raises(ConfigError, match=r"1e\+300, which is too large"):
+        predictor.update("feat", [3], torch.full((1, 4), 1e300, dtype=torch.float64))
+    with pytest.raises(NotImplementedError):
+        predictor.update("feat", [3], torch.empty((1, 4), device="meta"))
+    assert torch.equal(predictor(torch.arange(NUM_NODES)), before)
+    assert (predictor._slot_of_node == -1).all()
+
+
+def test_updates_keep_no_graph_of_autograd(g: DistGraph) -> None:
+    predictor = dx.Predictor(Net(), g)
+    predictor.update("feat", [3], torch.ones(1, 4, dtype=torch.float64, requires_grad=True))
+    assert not predictor._changed_rows.requires_grad
+
+
+@pytest.mark.parametrize("cache_rows", [0, 100_000])
+def test_every_layer_computes_at_most_a_batch(g: DistGraph, cache_rows: int) -> None:
+    sizes = []
+    model = Net()
+    first, *others = model.inference_layers()
+
+    def note_size(block: Any, h: Tensor) -> Tensor:
+        sizes.append(block.num_dst_nodes())
+        rows: Tensor = first(block, h)
+        return rows
+
+    predictor = dx.Predictor(model, g, layers=[note_size, *others], cache_rows=cache_rows, batch_size=4)
+    assert measure_difference(predictor(torch.arange(60)), infer(model, g)[:60]) < 1e-12
+    assert max(sizes) <= 4
+
+
 def test_threads_get_right_rows(g: DistGraph) -> None:
     model = Net()
     expected = infer(model, g)
