@@ -426,7 +426,12 @@ class Session:
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
 
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=call_if_alive(self._release_in_fork))
+        self._fork_mask = threading.local()
+        os.register_at_fork(
+            before=call_if_alive(self._block_signals),
+            after_in_parent=call_if_alive(self._restore_signals),
+            after_in_child=call_if_alive(self._release_in_fork),
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ConfigError, because a session and objects with a session cannot be pickled or copied."""
@@ -584,17 +589,27 @@ class Session:
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)
 
+    def _block_signals(self) -> None:
+        """Block signals on the thread that forks, because the forked process shares the parent's signal pipe.
+
+        A signal to the forked process would otherwise be written to the pipe and end the parent.
+        """
+        self._fork_mask.previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+
+    def _restore_signals(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._fork_mask.previous)
+
     def _release_in_fork(self) -> None:
         """Drop the session in a forked process. Connections stay open, because the parent uses them."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        if self._watch is not None:
-            self._watch.close()
-        self._close_pipes(forked=True)
-        self.rpc.forget()
-        _CURRENT.clear()
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self._at_exit)
+            if self._watch is not None:
+                self._watch.close()
+            self._close_pipes(forked=True)
+            self.rpc.forget()
+            _CURRENT.clear()
+        self._restore_signals()
 
     def _wait_for_peers(self, store: JobStore) -> None:
         try:

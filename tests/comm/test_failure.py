@@ -259,6 +259,27 @@ def _fork() -> list[object]:
     return [result, os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
 
 
+def _fork_with_early_signal() -> list[object]:
+    parent = os.getpid()
+    # This handler runs in the forked process before the one of the session, which is registered later.
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    session = start_session(timeout_s=60)
+    child = os.fork()
+    if child == 0:
+        os._exit(5)
+    _, status = os.waitpid(child, 0)
+    barrier(session, "after the child")
+    return [
+        os.waitstatus_to_exitcode(status),
+        os.getpid() == parent,
+        signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    ]
+
+
+def test_signal_to_forked_process_does_not_reach_the_parent_before_the_session_is_released() -> None:
+    assert run_ranks(_fork_with_early_signal, 2, ranks_per_server=1) == [[-signal.SIGTERM, True, set()]] * 2
+
+
 def test_forked_processes_end_alone_and_let_go_of_the_session() -> None:
     assert run_ranks(_fork, 2, ranks_per_server=1) == [[True, 0, True]] * 2
 
