@@ -114,7 +114,7 @@ class _Bar(Progress):
             yield table
 
 
-_LINE_S = 30.0
+_LINE_INTERVAL_S = 30.0
 """Seconds between two lines of progress."""
 
 
@@ -127,7 +127,7 @@ def _report_lines(description: str, total: int, say: Callable[[str], None]) -> C
         nonlocal last_report, num_done
         num_done = min(num_done + units, total)
         now = time.monotonic()
-        if now - last_report < _LINE_S or not num_done:
+        if now - last_report < _LINE_INTERVAL_S or not num_done:
             return
 
         last_report = now

@@ -28,8 +28,8 @@ _PACKAGES = "torch dgl numpy scipy pandas pyarrow numba pyzmq pymetis kaminpar p
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
 """Errors of packages that do not load."""
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_MEMORY = 1 << 30
-_LEAST_FILES = 1024
+_MIN_SHARED_MEMORY = 1 << 30
+_MIN_FILES = 1024
 _ANY_ADDRESS = "192.0.2.1"
 """Address reserved for documentation. It selects the default route. Nothing is sent to it."""
 
@@ -151,7 +151,7 @@ def _check_machine(diagnosis: Diagnosis) -> None:
     if _SHARED_MEMORY.is_dir():
         usage = shutil.disk_usage(_SHARED_MEMORY)
         facts |= {"shared_memory_bytes": usage.total, "free_shared_memory_bytes": usage.free}
-        if usage.free < _LEAST_SHARED_MEMORY:
+        if usage.free < _MIN_SHARED_MEMORY:
             diagnosis.advice.append(
                 f"{_SHARED_MEMORY}, which ranks use for embeddings, has "
                 f"{format_bytes(usage.free)} free. Raise it (in a container: --shm-size), or "
@@ -160,9 +160,9 @@ def _check_machine(diagnosis: Diagnosis) -> None:
 
     # A process can raise its own limit up to the hard limit.
     is_unlimited = highest_file_limit == resource.RLIM_INFINITY
-    if not is_unlimited and highest_file_limit < _LEAST_FILES:
+    if not is_unlimited and highest_file_limit < _MIN_FILES:
         diagnosis.advice.append(
-            f"A process may open {highest_file_limit} files. Raise `ulimit -Hn` to {_LEAST_FILES}."
+            f"A process may open {highest_file_limit} files. Raise `ulimit -Hn` to {_MIN_FILES}."
         )
 
 

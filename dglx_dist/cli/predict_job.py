@@ -53,7 +53,7 @@ _TRAINABLE_ROWS = (
     "{} have trainable rows, which are only in checkpoints. Predict all nodes with `dglx train --predictions "
     "DIR`."
 )
-_MOST_SINGLE_NODES = 20_000
+_MAX_SINGLE_NODES = 20_000
 """Maximum number of nodes that are computed by their neighborhoods. For more, all nodes are computed."""
 
 
@@ -212,7 +212,7 @@ def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, width: int, config:
 def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: str, ids: Tensor) -> Tensor:
     """Return the (n, C) scores of the nodes ``ids``."""
     edge_columns = list_edge_columns(plan)
-    if g.is_homogeneous and len(ids) <= _MOST_SINGLE_NODES:
+    if g.is_homogeneous and len(ids) <= _MAX_SINGLE_NODES:
         scores: Tensor = Predictor(module, g, edge_feats=edge_columns)(ids)
         return scores.cpu()
     results = layerwise_inference(module, g, ntypes=[ntype], edge_feats=edge_columns)

@@ -47,14 +47,14 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
-from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
+from dglx_dist.comm.stopping import SAME_INTERRUPT_S, end_process, end_with_parent
 from dglx_dist.comm.topology import mark_as_parent, read_settings, set_rank_variables
 from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.dataloading.sampler import load_kernels
 from dglx_dist.errors import Stopped
 from dglx_dist.progress import say
 
-_AGENT_WAITS_S = 30
+_AGENT_TIMEOUT_S = 30
 """Seconds that torchrun's agent waits for ranks to end after one has failed. Then it kills them."""
 _BACKEND = "dglx-static"
 """Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
@@ -315,7 +315,7 @@ class _Signals:
             self._first_signal_s = time.monotonic()
         elif signal_number == signal.SIGINT:
             # One press of Ctrl-C may arrive twice within a moment.
-            is_repeated = time.monotonic() - self._first_signal_s > SAME_KEY_S
+            is_repeated = time.monotonic() - self._first_signal_s > SAME_INTERRUPT_S
 
         for rank in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
@@ -338,7 +338,7 @@ def find_first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, Proces
         failure = item[1]
         delay = failure.timestamp - first_message
         # The agent waits that long before it kills ranks. Times are whole seconds, hence the 1.
-        was_stuck = failure.exitcode == -signal.SIGKILL and delay >= _AGENT_WAITS_S - 1
+        was_stuck = failure.exitcode == -signal.SIGKILL and delay >= _AGENT_TIMEOUT_S - 1
         return was_stuck, _has_lost_peer(failure), failure.timestamp
 
     return min(failures.items(), key=get_order)

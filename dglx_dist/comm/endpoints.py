@@ -43,7 +43,7 @@ _CLIENT_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda _: None)
 _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _PROOF_BYTES = 32
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_TIMEOUT_S = 5.0
 """Time limit of each of the two messages of a handshake. The next connection waits meanwhile."""
 _CHECK_EVERY_S = 1.0
 
@@ -134,7 +134,7 @@ def _accept(
             session.raise_for_dead(list(pair_keys), _OPENING)
             continue
 
-        connection.settimeout(_HANDSHAKE_S)
+        connection.settimeout(_HANDSHAKE_TIMEOUT_S)
         try:
             return authenticate(connection, pair_keys), connection
         except OSError as error:

@@ -36,7 +36,7 @@ from dglx_dist.internals.pytorch import TCPStore
 
 _CHECK_EVERY_S = 1.0
 """Seconds between two probes of the ranks that a rank waits for."""
-_LOCAL_STORE_S = 10.0
+_LOCAL_STORE_TIMEOUT_S = 10.0
 """Seconds to wait for the store of a local launcher, which starts before the ranks unless it was killed."""
 _FIRST_ERROR = "first_error"
 _MAX_REASON_CHARS = 2000
@@ -63,7 +63,7 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     open_tcp_store = _host_store if is_host else _connect_store
     limit_s = timeout_s
     if rendezvous.hosted_by_agent and rendezvous.is_local:
-        limit_s = min(timeout_s, _LOCAL_STORE_S)
+        limit_s = min(timeout_s, _LOCAL_STORE_TIMEOUT_S)
 
     try:
         store = open_tcp_store(host, port, world_size, limit_s)

@@ -45,7 +45,7 @@ Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
 
 log = logging.getLogger(__name__)
 
-_SLOW_S = 2e-3
+_SLOW_OPERATION_S = 2e-3
 """Seconds beyond which an operation counts as slow. Slow operations, and operations without a measurement,
 run on a worker thread. Other operations run on the serving thread, which saves two thread switches."""
 
@@ -171,7 +171,7 @@ class Server:
         finally:
             skip(self._router)
 
-        if self._op_seconds.get(head.op, _SLOW_S) < _SLOW_S:
+        if self._op_seconds.get(head.op, _SLOW_OPERATION_S) < _SLOW_OPERATION_S:
             self._send(peer, self._answer(head, arrays))
         else:
             self._slow_requests.put((peer, head, arrays))

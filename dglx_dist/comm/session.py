@@ -39,7 +39,7 @@ from dglx_dist.comm.devices import AUTO, RankDevice, choose_backend, describe, i
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import JobStore, choose_listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints
-from dglx_dist.comm.stopping import SAME_KEY_S, SignalPipe, StopPoint, end_process, end_with_parent
+from dglx_dist.comm.stopping import SAME_INTERRUPT_S, SignalPipe, StopPoint, end_process, end_with_parent
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
@@ -148,11 +148,11 @@ _END = "the end of the session"
 """Status of a rank that waits at the end of the session."""
 _APART_AFTER = 3
 """Number of consecutive probes with ranks that wait for each other, until a warning is logged."""
-_PROBE_S = 5.0
-_PROBE_AT_END_S = 2.0
-_WITHOUT_LAUNCHER_S = 10.0
+_PROBE_TIMEOUT_S = 5.0
+_PROBE_AT_END_TIMEOUT_S = 2.0
+_CHECKPOINT_TIMEOUT_S = 10.0
 """Seconds for the checkpoint of ranks after their launcher was killed."""
-_LEAVES_S = 10.0
+_IGNORE_SIGNALS_S = 10.0
 """Seconds after a stop in which signals are ignored, because launchers send a signal several times."""
 
 
@@ -175,7 +175,7 @@ class FailureWatch:
         if sys.excepthook == self._report_exception:
             sys.excepthook = self._previous_hook
 
-    def describe(self, activity: str, probe_s: float = _PROBE_S) -> str:
+    def describe(self, activity: str, probe_s: float = _PROBE_TIMEOUT_S) -> str:
         """Explain why ``activity`` cannot continue: failed ranks, silent ranks, or different collectives."""
         own_rank = self._store.rank
         peers = [rank for rank in range(self._store.world_size) if rank != own_rank]
@@ -550,9 +550,9 @@ class Session:
         """Stop all ranks, or end this process, even while the main thread hangs in a collective."""
         now_s = time.monotonic()
         name = signal.Signals(signal_number).name
-        ends_now = now_s - self._left_s > _LEAVES_S
+        ends_now = now_s - self._left_s > _IGNORE_SIGNALS_S
         if signal_number == signal.SIGINT:
-            ends_now |= now_s - self._interrupted_s > SAME_KEY_S
+            ends_now |= now_s - self._interrupted_s > SAME_INTERRUPT_S
             self._interrupted_s = min(self._interrupted_s, now_s)
         if self.stop_point.is_over and not ends_now:
             return
@@ -561,7 +561,7 @@ class Session:
         if os.getppid() != self._launcher_pid:
             # No launcher will kill this rank if it hangs, so it limits the time itself.
             activity = f"rank {self.topology.rank} ends, because the process that started it has ended"
-            timer = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (signal_number, activity))
+            timer = threading.Timer(_CHECKPOINT_TIMEOUT_S, self._end, (signal_number, activity))
             timer.daemon = True
             timer.start()
         if ends_now or not self.stop_point.ask():
@@ -570,7 +570,7 @@ class Session:
     def _end(self, signal_number: int, activity: str) -> None:
         """Log ``activity`` with the state of the other ranks, and end the process."""
         if self._watch is not None:
-            activity = self._watch.describe(activity, _PROBE_AT_END_S)
+            activity = self._watch.describe(activity, _PROBE_AT_END_TIMEOUT_S)
         log.error("%s", activity)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -620,7 +620,7 @@ class Session:
 
     def raise_for_dead(self, missing: list[int], what: str) -> None:
         """Raise PeerError if one of the ranks ``missing`` at ``what`` is silent, or waits for this rank."""
-        statuses = self.rpc.get_peer_status(missing, _PROBE_S)
+        statuses = self.rpc.get_peer_status(missing, _PROBE_TIMEOUT_S)
         for rank, status in statuses.items():
             if status is None:
                 has_ended = self.store is not None and self.store.has_ended(rank)

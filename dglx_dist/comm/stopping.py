@@ -16,7 +16,7 @@ from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.topology import take_parent
 from dglx_dist.records import Array
 
-SAME_KEY_S = 1.0
+SAME_INTERRUPT_S = 1.0
 """Seconds within which two SIGINT count as one, because a terminal and a launcher may both send Ctrl-C."""
 _PR_SET_PDEATHSIG = 1
 
@@ -129,7 +129,7 @@ def end_process(number: int) -> None:
 _ASK = "stop.ask"
 _HOLD = "stop.hold"
 _STOP = "stop.at"
-_ANSWER_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0
 """Seconds for answers of serving threads on a busy machine. A dead process is noticed at once."""
 _NOWHERE = -1
 """Number in place of a point if there is none, because a rank is not in training."""
@@ -198,7 +198,7 @@ class StopPoint:
         """
         if self._stop_at != _NOWHERE:
             peers = [rank for rank in self._ranks if rank != self._rpc.rank]
-            return not self._rpc.find_silent(peers, _ANSWER_S)
+            return not self._rpc.find_silent(peers, _ANSWER_TIMEOUT_S)
 
         num_decisions = self._num_decisions
         if not self.is_open or self._call([0], _ASK, _NOWHERE) is None:
@@ -209,16 +209,16 @@ class StopPoint:
             return self._stop_at != _NOWHERE or self._num_decisions > num_decisions
 
         with self._changed:
-            self._changed.wait_for(has_decision, 3 * _ANSWER_S)
+            self._changed.wait_for(has_decision, 3 * _ANSWER_TIMEOUT_S)
             return self._stop_at != _NOWHERE
 
     def _stops(self, *, last: bool = False) -> bool:
         """Wait for the decision of rank 0. Return whether training stops here, or at its ``last`` point."""
         with self._changed:
             while self._holds and self._stop_at == _NOWHERE:
-                is_answered = self._changed.wait(_ANSWER_S)
+                is_answered = self._changed.wait(_ANSWER_TIMEOUT_S)
                 # Rank 0 answers in time, unless it has died.
-                if not is_answered and self._rpc.find_silent([0], _ANSWER_S):
+                if not is_answered and self._rpc.find_silent([0], _ANSWER_TIMEOUT_S):
                     self._holds = False
             is_at_stop = last or self._num_passed >= self._stop_at
             self.is_over = self._holds and is_at_stop
@@ -257,7 +257,7 @@ class StopPoint:
 
     def _call(self, ranks: Sequence[int], op: str, value: int) -> list[int] | None:
         """Call all ``ranks`` at once. Return their answers, or None unless all ranks answered."""
-        answers = self._rpc.ask(ranks, op, "", [np.array([value])], _ANSWER_S, phase=None)
+        answers = self._rpc.ask(ranks, op, "", [np.array([value])], _ANSWER_TIMEOUT_S, phase=None)
         if len(answers) < len(ranks):
             return None
         return [int(count[0]) for (count,) in answers.values()]

@@ -27,11 +27,11 @@ DglFile: TypeAlias = tuple[str, Path]
 """Kind of content, ``graphs`` or ``tensors``, and the file."""
 
 _REMEDY = "copy it again, or write it again with DGL"
-_START_S = 120.0
+_START_TIMEOUT_S = 120.0
 _BYTES_PER_S = 10 << 20
 _MEMORY = 2 << 30
 """Memory of the child process in addition to four times the largest file."""
-_IDLE_S = 20.0
+_IDLE_TIMEOUT_S = 20.0
 """Time without a request after which the child process ends."""
 _LAST = b"\t\n"
 """End of the last answer."""
@@ -91,7 +91,7 @@ def _check(stamped_files: Sequence[tuple[str, str, int, int, int]]) -> None:
     sizes = [size for _, _, size, *_ in stamped_files]
     files = [(content, path) for content, path, *_ in stamped_files]
     request = json.dumps([_MEMORY + 4 * max(sizes), files])
-    limit_s = _START_S + sum(sizes) / _BYTES_PER_S
+    limit_s = _START_TIMEOUT_S + sum(sizes) / _BYTES_PER_S
     with _LOCK:
         try:
             reasons = _Child.of(os.getpid()).answers(request, len(files), limit_s)
@@ -162,7 +162,7 @@ def read_all(requests: IO[str] = sys.stdin) -> None:
     import dgl  # noqa: F401  # It is imported before the limit is set.
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while select.select([requests], [], [], _IDLE_S)[0] and (line := requests.readline()):
+    while select.select([requests], [], [], _IDLE_TIMEOUT_S)[0] and (line := requests.readline()):
         memory, files = json.loads(line)
         answers.write("\n")  # The line tells that the child has started.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -185,7 +185,7 @@ class Columns:
 
 WINDOW_BYTES = 256 << 20
 """Maximum size in bytes of sampled batches that wait to be requested."""
-MOST_REQUESTED = 4
+MAX_REQUESTED = 4
 """Maximum number of batches ahead of the delivered one with requested rows."""
 
 
@@ -209,7 +209,7 @@ def look_ahead(
     """Yield the batches of ``samples`` in order, and ``fetch`` rows of later batches ahead.
 
     Samples as many batches ahead as are needed to decide which rows to keep, up to :data:`WINDOW_BYTES`.
-    Requests one batch ahead, and up to :data:`MOST_REQUESTED` if their rows take less than two messages. The
+    Requests one batch ahead, and up to :data:`MAX_REQUESTED` if their rows take less than two messages. The
     consumer must wait for the rows of a batch before it asks for the next batch. If a sample fails, its error
     is raised after the previous batches were yielded.
     """
@@ -258,7 +258,7 @@ def _is_full(requested: Sequence[Sampled], claimed_rows: ClaimedRows) -> bool:
     """Return whether the consumer must take a batch before more rows are requested."""
     if len(requested) <= 1:
         return False
-    return len(requested) > MOST_REQUESTED or any(rows.is_busy for rows in claimed_rows.values())
+    return len(requested) > MAX_REQUESTED or any(rows.is_busy for rows in claimed_rows.values())
 
 
 def submit_columns(

@@ -47,7 +47,7 @@ Rows: TypeAlias = Tensor | None
 """(n, ...) rows of nodes or edges, or None if the operator does not read the operand."""
 
 _HALVES = (torch.float16, torch.bfloat16)
-_MOST_HEADS = 8
+_MAX_HEADS = 8
 """Maximum number of products with a sparse matrix for one sum. With more heads, messages are made."""
 _PIECE = 2**24
 """Number of elements of rows that are gathered to edges at a time for gradients of weights."""
@@ -99,19 +99,30 @@ def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None)
 def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num_dst: int) -> DGLBlock:
     """Return ``dgl.create_block`` of one edge type, on the device of its arrays.
 
-    ``first`` are the (E,) destinations for ``form`` "coo", or their (D + 1,) offsets for "csc".
+    Args:
+        form: "coo" or "csc".
+        first: (E,) destinations for "coo", or their (D + 1,) offsets for "csc".
+        sources: (E,) sources.
+        num_src: Number of sources S.
+        num_dst: Number of destinations D.
     """
     if not is_on_torch_path(first.device):
         data = (sources, first) if form == "coo" else ("csc", (first, sources, sources[:0]))
         return dgl.create_block(data, num_src_nodes=num_src, num_dst_nodes=num_dst)
+
     install()
-    count = len(sources)
-    by_node: Any = {"ends": first} if form == "coo" else {"offsets_and_order": (first, None)}
-    edges = Relation(Segments(num_src, count, ends=sources), Segments(num_dst, count, **by_node))
+    num_edges = len(sources)
+    by_src = Segments(num_src, num_edges, ends=sources)
+    if form == "coo":
+        by_dst = Segments(num_dst, num_edges, ends=first)
+    else:
+        by_dst = Segments(num_dst, num_edges, offsets_and_order=(first, None))
+
+    # DGL makes a block without edges on the CPU. Its structure is then replaced by the one on the device.
     no_edges = sources.new_zeros(0, device="cpu")
     block = dgl.create_block((no_edges, no_edges), num_src_nodes=num_src, num_dst_nodes=num_dst)
-    block._graph = TorchIndex.from_relations(block._graph, (edges,), first.device)
-    block._edge_frames = [Frame(num_rows=count)]
+    block._graph = TorchIndex.from_relations(block._graph, (Relation(by_src, by_dst),), first.device)
+    block._edge_frames = [Frame(num_rows=num_edges)]
     return block
 
 
@@ -120,32 +131,45 @@ def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num
 
 @final
 class Segments:
-    """The edges of each node at one of their ends.
+    """The edges of each node, which is their source or their destination.
 
-    Pass :attr:`ends` or :attr:`offsets_and_order`. The other one is computed and kept at the first access.
+    The edges are stored as :attr:`ends` or as :attr:`offsets_and_order`. The other form is computed and kept
+    when it is first read.
     """
 
-    def __init__(self, num_nodes: int, num_edges: int, **arrays: Any) -> None:
-        self.num_nodes, self.num_edges = num_nodes, num_edges
-        vars(self).update(arrays)
+    def __init__(
+        self,
+        num_nodes: int,
+        num_edges: int,
+        *,
+        ends: Tensor | None = None,
+        offsets_and_order: tuple[Tensor, Tensor | None] | None = None,
+    ) -> None:
+        self.num_nodes = num_nodes
+        self.num_edges = num_edges
+        # A cached property returns the value that the instance has under its name.
+        if ends is not None:
+            self.ends = ends
+        if offsets_and_order is not None:
+            self.offsets_and_order = offsets_and_order
 
     @functools.cached_property
     def offsets_and_order(self) -> tuple[Tensor, Tensor | None]:
-        """(N + 1,) offsets, and the (E,) edge ids node by node. None means that edges are in that order."""
+        """(N + 1,) offsets, and (E,) edge ids sorted by node. None if the edges are stored in that order."""
         ends, order = torch.sort(self.ends, stable=True)
         nodes = torch.arange(self.num_nodes + 1, dtype=ends.dtype, device=ends.device)
         return torch.searchsorted(ends, nodes, out_int32=ends.dtype is torch.int32), order
 
     @functools.cached_property
     def ends_in_order(self) -> Tensor:
-        """(E,) nodes in ascending order."""
+        """(E,) node of each edge, sorted by node."""
         offsets, _ = self.offsets_and_order
         nodes = torch.arange(self.num_nodes, dtype=offsets.dtype, device=offsets.device)
         return torch.repeat_interleave(nodes, offsets.diff(), output_size=self.num_edges)
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """(E,) node of each edge, by edge id."""
+        """(E,) node of each edge, in the order of edge ids."""
         _, order = self.offsets_and_order
         ordered = self.ends_in_order
         return ordered if order is None else torch.empty_like(ordered).index_copy_(0, order.long(), ordered)
@@ -155,34 +179,43 @@ class Segments:
         return self.offsets_and_order[0].diff()
 
     def sort_by_node(self, rows: Tensor) -> Tensor:
-        """Reorder (E, ...) rows of edges from edge ids to node by node."""
+        """Sort the (E, ...) rows of edges, which are in the order of edge ids, by node."""
         order = self.offsets_and_order[1]
         return rows if order is None else rows.index_select(0, order)
 
     def reduce(self, ordered: Tensor, how: str) -> Tensor:
-        """Return the (N, ...) "sum", "max" or "min" of (E, ...) rows node by node.
+        """Reduce the rows of each node's edges.
 
-        No edges: 0 or infinite.
+        Args:
+            ordered: (E, ...) rows of edges, sorted by node.
+            how: "sum", "max" or "min".
+
+        Returns:
+            (N, ...) rows of nodes. A node without edges has 0 for "sum", and an infinity otherwise.
         """
         if how == "sum" and ordered.dtype in _HALVES:
             return self.reduce(ordered.float(), how).to(ordered.dtype)
-        flat = ordered.reshape(self.num_edges, math.prod(ordered.shape[1:])).contiguous()
-        first = 0 if how == "sum" else None
-        offsets = self.offsets_and_order[0]
-        out = torch.segment_reduce(flat, how, offsets=offsets, axis=0, unsafe=True, initial=first)
-        return out.reshape(self.num_nodes, *ordered.shape[1:])
+
+        row_shape = ordered.shape[1:]
+        matrix = ordered.reshape(self.num_edges, math.prod(row_shape)).contiguous()
+        offsets, _ = self.offsets_and_order
+        initial = 0 if how == "sum" else None
+        reduced = torch.segment_reduce(matrix, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
+        return reduced.reshape(self.num_nodes, *row_shape)
 
     def find_edge_ids(self, nodes: Tensor) -> Tensor:
-        """Return the edge ids of ``nodes``, node by node.
+        """Return the ids of all edges of ``nodes``, node by node.
 
-        Waits for the device, as their number is unknown.
+        This waits for the device, because the host does not know the number of edges.
         """
         offsets, order = self.offsets_and_order
         counts = self.degrees[nodes.long()]
-        starts = offsets[nodes.long()] - torch.cumsum(counts, 0) + counts
-        places = torch.repeat_interleave(starts, counts)
-        places = (places + torch.arange(len(places), device=places.device)).to(offsets.dtype)
-        return places if order is None else order[places.long()].to(offsets.dtype)
+        # Position of a node's first edge, less the number of edges of the nodes before it in the result.
+        shifts = offsets[nodes.long()] - (torch.cumsum(counts, 0) - counts)
+        shift_of_edge = torch.repeat_interleave(shifts, counts)
+        positions = shift_of_edge + torch.arange(len(shift_of_edge), device=shifts.device)
+        edge_ids = positions if order is None else order[positions.long()]
+        return edge_ids.to(offsets.dtype)
 
 
 @final
@@ -198,30 +231,45 @@ class Relation:
 
     @functools.cached_property
     def columns(self) -> Tensor:
-        """(E,) sources, destination by destination. These are the columns of the CSR matrix (D, S)."""
+        """(E,) source of each edge, sorted by destination: the column indices of the (D, S) CSR matrix."""
         return self.by_dst.sort_by_node(self.by_src.ends)
 
-    def spread_to_edges(self, rows: Tensor, target: str) -> Tensor:
-        """Return the (E, ...) rows of ``target`` ("u", "v" or "e") for each edge."""
-        return rows if target == "e" else gather(rows, self.by_src if target == "u" else self.by_dst)
+    def gather_to_edges(self, rows: Tensor, target: str) -> Tensor:
+        """Return the (E, ...) rows of the sources "u" or destinations "v" of edges, or ``rows`` for "e"."""
+        if target == "e":
+            return rows
+        return gather(rows, self.by_src if target == "u" else self.by_dst)
 
     def multiply(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Return (D, H, F) sums over in-edges of (S, H, F) rows times (E, H) weights, or ones."""
-        out = rows.new_empty(self.by_dst.num_nodes, *rows.shape[1:])
-        if not out.numel() or rows.is_meta:  # Torch has no sparse product without data.
-            return out
-        dtype = torch.float32 if rows.dtype in _HALVES and not _can_multiply_halves(rows) else rows.dtype
+        """Sum the weighted rows of the sources over the in-edges of each destination.
+
+        Args:
+            rows: (S, H, F) rows of the sources.
+            weights: (E, H) weights in the order of edge ids. None means 1 for every edge.
+
+        Returns:
+            (D, H, F) sums.
+        """
+        sums = rows.new_empty(self.by_dst.num_nodes, *rows.shape[1:])
+        if not sums.numel() or rows.is_meta:
+            # Torch has no sparse product without data.
+            return sums
+
+        dtype = rows.dtype
+        if dtype in _HALVES and not _can_multiply_halves(rows):
+            dtype = torch.float32
         rows = rows.to(dtype)
+
         if weights is None:
-            sums = self._multiply_matrix(rows.new_ones(self.by_dst.num_edges), rows.flatten(1))
-            return sums.view_as(out).to(out.dtype)
+            ones = rows.new_ones(self.by_dst.num_edges)
+            return self._multiply_matrix(ones, rows.flatten(1)).view_as(sums).to(sums.dtype)
         for head in range(rows.shape[1]):
             values = self.by_dst.sort_by_node(weights[:, head]).to(dtype)
-            out[:, head] = self._multiply_matrix(values, rows[:, head])
-        return out
+            sums[:, head] = self._multiply_matrix(values, rows[:, head])
+        return sums
 
     def _multiply_matrix(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return (D, F) from (E,) values, destination by destination, and (S, F) rows."""
+        """Multiply the (D, S) matrix with the (E,) ``values``, sorted by destination, by (S, F) rows."""
         shape = (self.by_dst.num_nodes, self.by_src.num_nodes)
         offsets = self.by_dst.offsets_and_order[0]
         matrix = torch.sparse_csr_tensor(offsets, self.columns, values, shape, check_invariants=False)
@@ -230,9 +278,11 @@ class Relation:
 
 
 def _can_multiply_halves(rows: Tensor) -> bool:
-    # Torch has no sparse products in half precision on CPUs.
-    is_old = rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0)
-    return rows.is_cuda and not (is_old and rows.dtype is torch.bfloat16)
+    if not rows.is_cuda:
+        # Torch has no sparse products in half precision on CPUs.
+        return False
+    has_bfloat16 = torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return has_bfloat16 or rows.dtype is torch.float16
 
 
 # Autograd functions, which are each other's derivatives.
@@ -261,40 +311,46 @@ class _Sum(Function):
 
 
 class _Extreme(Function):
-    """Maximum or minimum row of each node's edges. The gradient goes to the first of equal rows."""
+    """Maximum or minimum over the edges of each node, separately for each column.
+
+    If several edges have the extreme value, the gradient goes to the first of them, as in DGL.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, segments: Segments, how: str) -> Tensor:
         offsets, order = segments.offsets_and_order
+        num_edges = segments.num_edges
+        column_dims = (1,) * (rows.dim() - 1)
+        starts = offsets[:-1]
         ordered = segments.sort_by_node(rows)
         ends = segments.ends_in_order
-        count = segments.num_edges
-        best = segments.reduce(ordered, how)
+        extremes = segments.reduce(ordered, how)
 
-        # Places among the edges of a node are exact in single precision up to 2**24 edges.
-        places = torch.arange(count, device=rows.device) - offsets[:-1].index_select(0, ends)
-        places = places.float().view(count, *(1,) * (rows.dim() - 1))
-        best_places = torch.where(ordered == best.index_select(0, ends), places, math.inf)
-        first = segments.reduce(best_places, "min")
-        has_best = first < math.inf
-        starts = offsets[:-1].long().view(-1, *(1,) * (rows.dim() - 1))
-        first = torch.where(has_best, torch.where(has_best, first, 0).long() + starts, count)
+        # Index of each edge among the edges of its node. Floats hold it exactly up to 2**24 edges of a node.
+        ranks = torch.arange(num_edges, device=rows.device) - starts.index_select(0, ends)
+        ranks = ranks.float().view(num_edges, *column_dims)
+        is_extreme = ordered == extremes.index_select(0, ends)
+        first_ranks = segments.reduce(torch.where(is_extreme, ranks, math.inf), "min")
+
+        # A node without edges, or with NaN, has no extreme edge. Its gradient goes to an additional row.
+        has_edge = first_ranks < math.inf
+        positions = torch.where(has_edge, first_ranks, 0).long() + starts.long().view(-1, *column_dims)
+        edge_ids = torch.where(has_edge, positions, num_edges)
         if order is not None:
-            first = torch.cat([order.long(), starts.new_full((1,), count)])[first]
-        ctx.count = count
-        ctx.save_for_backward(first)
-        return torch.where(has_best | best.isnan(), best, 0)
+            edge_ids = torch.cat([order.long(), starts.long().new_full((1,), num_edges)])[edge_ids]
+        ctx.num_edges = num_edges
+        ctx.save_for_backward(edge_ids)
+        return torch.where(has_edge | extremes.isnan(), extremes, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (first,) = ctx.saved_tensors
-        # The last row takes gradients that belong to no edge.
-        rows = grad.new_zeros(ctx.count + 1, *grad.shape[1:])
-        return rows.scatter(0, first, grad)[:-1], None, None
+        (edge_ids,) = ctx.saved_tensors
+        row_grad = grad.new_zeros(ctx.num_edges + 1, *grad.shape[1:])
+        return row_grad.scatter(0, edge_ids, grad)[:-1], None, None
 
 
 class _WeightedSum(Function):
-    """Sums over in-edges of (weight of the edge) x (row of its source), as a sparse product."""
+    """Sum of the weighted rows of the sources over the in-edges, computed as a sparse product."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, relation: Relation) -> Tensor:
@@ -308,19 +364,18 @@ class _WeightedSum(Function):
         relation = ctx.relation
         row_grad = None
         weight_grad = None
-        size = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
         if ctx.needs_input_grad[0]:
             row_grad = _weighted_sum(grad, weights, relation.reverse)
 
         if ctx.needs_input_grad[1]:
-            # Work in pieces, because the rows of all edges would be far larger than those of nodes.
-            ends = (side.ends.split(size) for side in (relation.by_src, relation.by_dst))
-            weight_grad = torch.cat(
-                [
-                    (rows.index_select(0, u) * grad.index_select(0, v)).sum(-1)
-                    for u, v in zip(*ends, strict=True)
-                ]
-            )
+            # Work in pieces, because the rows of all edges need far more memory than those of nodes.
+            num_edges = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
+            sources = relation.by_src.ends.split(num_edges)
+            destinations = relation.by_dst.ends.split(num_edges)
+            pieces: list[Tensor] = []
+            for src, dst in zip(sources, destinations, strict=True):
+                pieces.append((rows.index_select(0, src) * grad.index_select(0, dst)).sum(-1))
+            weight_grad = torch.cat(pieces)
 
         return row_grad, weight_grad, None
 
@@ -329,10 +384,11 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, segments: Segments) -> Tensor:
         wide = scores.float() if scores.dtype in _HALVES else scores
-        largest = segments.reduce(segments.sort_by_node(wide), "max")
-        powers = torch.exp(wide - largest.index_select(0, segments.ends))
-        sums = segments.reduce(segments.sort_by_node(powers), "sum")
-        shares = (powers / sums.index_select(0, segments.ends)).to(scores.dtype)
+        # Subtracting the maximum keeps the exponentials from overflowing.
+        maxima = segments.reduce(segments.sort_by_node(wide), "max")
+        exponentials = torch.exp(wide - maxima.index_select(0, segments.ends))
+        sums = segments.reduce(segments.sort_by_node(exponentials), "sum")
+        shares = (exponentials / sums.index_select(0, segments.ends)).to(scores.dtype)
         ctx.segments = segments
         ctx.save_for_backward(shares)
         return shares
@@ -340,12 +396,13 @@ class _Softmax(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (shares,) = ctx.saved_tensors
-        parts = shares * grad
-        return parts - shares * gather(_sum(parts, ctx.segments), ctx.segments), None
+        weighted_grad = shares * grad
+        sums = _sum(weighted_grad, ctx.segments)
+        return weighted_grad - shares * gather(sums, ctx.segments), None
 
 
 gather: Callable[[Tensor, Segments], Tensor] = _Gather.apply
-"""Function from the (N, ...) rows of nodes to the (E, ...) rows of the ends of edges."""
+"""Function that copies the (N, ...) rows of nodes to their edges. It returns (E, ...) rows."""
 _sum: Callable[[Tensor, Segments], Tensor] = _Sum.apply
 _extreme: Callable[[Tensor, Segments, str], Tensor] = _Extreme.apply
 _weighted_sum: Callable[[Tensor, Rows, Relation], Tensor] = _WeightedSum.apply
@@ -353,58 +410,99 @@ _softmax: Callable[[Tensor, Segments], Tensor] = _Softmax.apply
 
 
 def reduce_edges(rows: Tensor, segments: Segments, how: str) -> Tensor:
-    """Return the "sum", "max" or "min" of (E, ...) rows over the edges of each node as (N, ...), or 0."""
-    return _sum(rows, segments) if how == "sum" else _extreme(rows, segments, how)
+    """Reduce the (E, ...) rows of each node's edges by "sum", "max" or "min".
+
+    Returns (N, ...) rows. A node without edges has 0.
+    """
+    if how == "sum":
+        return _sum(rows, segments)
+    return _extreme(rows, segments, how)
 
 
 # Operators with the arguments of DGL's autograd functions.
 
 
 def compute_messages(relation: Relation, op: str, lhs: Rows, rhs: Rows, targets: str) -> Tensor:
-    """Return the (E, ...) message of each edge. ``targets`` names the ends of the operands, such as "ue".
+    """Compute the message of each edge from one or two operands.
 
-    Trailing dimensions broadcast as in NumPy. "dot" sums over the last dimension and keeps it with size 1.
+    Args:
+        relation: Edges.
+        op: "copy_lhs", "copy_rhs", "add", "mul" or "dot". "dot" sums over the last dimension and keeps it
+            with size 1. Dimensions after the first one broadcast as in NumPy.
+        lhs: Rows of the left operand, or None.
+        rhs: Rows of the right operand, or None.
+        targets: What the rows of the left and the right operand belong to, such as "ue" for sources and
+            edges.
+
+    Returns:
+        (E, ...) messages.
     """
-    sides = ((lhs, targets[0], "copy_rhs"), (rhs, targets[1], "copy_lhs"))
-    operands = [
-        relation.spread_to_edges(rows, target)
-        for rows, target, unused_by in sides
-        if rows is not None and op != unused_by
-    ]
+    operands: list[Tensor] = []
+    if lhs is not None and op != "copy_rhs":
+        operands.append(relation.gather_to_edges(lhs, targets[0]))
+    if rhs is not None and op != "copy_lhs":
+        operands.append(relation.gather_to_edges(rhs, targets[1]))
     if len(operands) == 1:
         return operands[0]
-    rank = max(rows.dim() for rows in operands)
-    left, right = (rows.reshape(len(rows), *(1,) * (rank - rows.dim()), *rows.shape[1:]) for rows in operands)
+
+    num_dims = max(rows.dim() for rows in operands)
+    left, right = (_add_dims(rows, num_dims) for rows in operands)
     if op == "add":
         return left + right
     product = left * right
-    return product.sum(-1, keepdim=True) if op == "dot" and rank > 1 else product
+    return product.sum(-1, keepdim=True) if op == "dot" and num_dims > 1 else product
+
+
+def _add_dims(rows: Tensor, num_dims: int) -> Tensor:
+    """Insert dimensions of size 1 behind the first one, up to ``num_dims`` dimensions."""
+    return rows.reshape(len(rows), *(1,) * (num_dims - rows.dim()), *rows.shape[1:])
 
 
 def count_heads(lhs: Tensor, rhs: Tensor) -> int:
-    """Return the number of weights of an edge for a row, or 0 if they vary along the last dimension."""
-    if math.prod(rhs.shape[1:]) == 1 and rhs.dim() <= lhs.dim():
+    """Return the number of weights that an edge has for a row of its source.
+
+    Returns 0 if the sum is not computed as sparse products: weights vary along the last dimension, or there
+    are too many of them.
+    """
+    num_weights = math.prod(rhs.shape[1:])
+    if num_weights == 1 and rhs.dim() <= lhs.dim():
         return 1
     has_heads = lhs.dim() == rhs.dim() and rhs.shape[-1] == 1 and lhs.shape[1:-1] == rhs.shape[1:-1]
-    heads = math.prod(rhs.shape[1:])
-    return heads if has_heads and heads <= _MOST_HEADS else 0
+    return num_weights if has_heads and num_weights <= _MAX_HEADS else 0
 
 
 def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
-    """Return the (D, ...) reduced messages that sources and edges send to each destination."""
+    """Compute messages from sources and edges, and reduce them to (D, ...) rows of the destinations.
+
+    Sums of source rows, with or without weights of edges, are sparse products without messages.
+    """
     weights = rhs if op == "mul" else None
-    heads = int(op == "copy_lhs") if lhs is None or weights is None else count_heads(lhs, weights)
-    if lhs is None or how != "sum" or not heads:
-        return reduce_edges(compute_messages(relation, op, lhs, rhs, "ue"), relation.by_dst, how)
-    dtype = lhs.dtype if weights is None else torch.promote_types(lhs.dtype, weights.dtype)
-    rows = lhs.to(dtype).reshape(len(lhs), heads, math.prod(lhs.shape[1:]) // heads)
-    weights = None if weights is None else weights.to(dtype).reshape(len(weights), heads)
+    num_heads = 0
+    if how == "sum" and lhs is not None:
+        if weights is not None:
+            num_heads = count_heads(lhs, weights)
+        elif op == "copy_lhs":
+            num_heads = 1
+    if lhs is None or num_heads == 0:
+        messages = compute_messages(relation, op, lhs, rhs, "ue")
+        return reduce_edges(messages, relation.by_dst, how)
+
+    dtype = lhs.dtype
+    if weights is not None:
+        dtype = torch.promote_types(dtype, weights.dtype)
+        weights = weights.to(dtype).reshape(len(weights), num_heads)
+    row_size = math.prod(lhs.shape[1:])
+    rows = lhs.to(dtype).reshape(len(lhs), num_heads, row_size // num_heads)
     sums = _weighted_sum(rows, weights, relation)
     return sums.reshape(len(sums), *lhs.shape[1:])
 
 
 def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> Tensor:
-    """Return the softmax of scores over in-edges ("dst") or out-edges ("src"), of all or some edges."""
+    """Compute the softmax of the scores of edges.
+
+    The scores are normalised over the in-edges of each destination if ``norm_by`` is "dst", or over the
+    out-edges of each source if it is "src". ``eids`` are the edges that have scores, or ``ALL``.
+    """
     # Indices of distributed graphs refuse a reversal.
     segments = (index.reverse() if norm_by == "src" else index).relations[0].by_dst
     if not is_all(eids):
@@ -495,9 +593,16 @@ def _make_segments(rows: Tensor, offsets: Tensor) -> Segments:
 
 
 def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tensor | None) -> Tensor:
-    """Return the (K, B) products of row ``idx_a[k]`` and matrix ``idx_b[k]`` for k from 0 to K - 1.
+    """Multiply row ``idx_a[k]`` by matrix ``idx_b[k]`` for every k from 0 to K - 1.
 
-    ``rows`` are (N, A) and ``matrices`` (R, A, B). If an index is None, it is 0 to K - 1.
+    Args:
+        rows: (N, A) rows.
+        matrices: (R, A, B) matrices.
+        idx_a: (K,) indices of rows. None means 0 to K - 1.
+        idx_b: (K,) indices of matrices. None means 0 to K - 1.
+
+    Returns:
+        (K, B) products.
     """
     rows = rows if idx_a is None else rows[idx_a]
     if idx_b is None:
@@ -510,23 +615,36 @@ def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tenso
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Multiply (N, A) rows, group by group, by the (R, A, B) matrix of their group.
+    """Multiply each row by the matrix of its group.
 
-    Each group is padded to complete blocks of equal size. One batched product then computes all groups, and
-    the host need not wait for the group sizes from the device.
+    Every group is padded to a multiple of ``_BLOCK_ROWS`` rows. One batched product then computes all groups,
+    and the host does not wait for the sizes of the groups from the device.
+
+    Args:
+        rows: (N, A) rows, sorted by group.
+        matrices: (R, A, B) matrices of the groups.
+        segments: The rows of each group, as the edges of R nodes.
+
+    Returns:
+        (N, B) products.
     """
     offsets = segments.offsets_and_order[0].long()
-    groups = segments.ends_in_order.long()
-    blocks = (offsets.diff() + _BLOCK_ROWS - 1) // _BLOCK_ROWS
-    last_block = blocks.cumsum(0)
-    num_blocks = len(rows) // _BLOCK_ROWS + len(matrices)  # Upper bound of the number of blocks.
-    shift = (last_block - blocks) * _BLOCK_ROWS - offsets[:-1]
-    padded_rows = torch.arange(len(rows), device=rows.device) + shift[groups]
-    block_indices = torch.arange(num_blocks, device=rows.device)
-    group_of_block = torch.searchsorted(last_block, block_indices, right=True).clamp(max=len(matrices) - 1)
-    padded = rows.new_zeros(num_blocks * _BLOCK_ROWS, rows.shape[1]).index_copy(0, padded_rows, rows)
-    product = torch.bmm(padded.view(num_blocks, _BLOCK_ROWS, -1), matrices[group_of_block])
-    return product.flatten(0, 1).index_select(0, padded_rows)
+    blocks_per_group = (offsets.diff() + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+    block_ends = blocks_per_group.cumsum(0)
+    first_blocks = block_ends - blocks_per_group
+
+    # Position of each row among the padded rows.
+    shifts = first_blocks * _BLOCK_ROWS - offsets[:-1]
+    positions = torch.arange(len(rows), device=rows.device) + shifts[segments.ends_in_order.long()]
+
+    # The exact number of blocks is known only on the device. This is an upper bound.
+    num_blocks = len(rows) // _BLOCK_ROWS + len(matrices)
+    blocks = torch.arange(num_blocks, device=rows.device)
+    group_of_block = torch.searchsorted(block_ends, blocks, right=True).clamp(max=len(matrices) - 1)
+
+    padded = rows.new_zeros(num_blocks * _BLOCK_ROWS, rows.shape[1]).index_copy(0, positions, rows)
+    products = torch.bmm(padded.view(num_blocks, _BLOCK_ROWS, -1), matrices[group_of_block])
+    return products.flatten(0, 1).index_select(0, positions)
 
 
 # Interface to DGL.
@@ -643,16 +761,19 @@ def _device(graph: Any) -> torch.device:
 def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = None, **options: Any) -> Any:
     if device is None:
         return graph
-    index, target = graph._graph, torch.empty(0, device=device).device  # with its number
-    torch_path = is_on_torch_path(target)
-    was_torch = isinstance(index, TorchIndex)
-    if not torch_path and not was_torch:
+    index = graph._graph
+    # A tensor's device has a number, as in "cuda:0", which ``device`` may lack.
+    target = torch.empty(0, device=device).device
+    to_torch_path = is_on_torch_path(target)
+    from_torch_path = isinstance(index, TorchIndex)
+    if not to_torch_path and not from_torch_path:
         return _DGL_TO(graph, device, **options)
-    if graph.device == target and torch_path == was_torch:
+    if graph.device == target and to_torch_path == from_torch_path:
         return graph
+
     move = copy or (lambda tensor: tensor.to(target, **options))
     result = copying.copy(graph)
-    result._graph = TorchIndex.from_index(index, target, move) if torch_path else cpu_index(index)
+    result._graph = TorchIndex.from_index(index, target, move) if to_torch_path else cpu_index(index)
     result._node_frames = [copy_frame(frame, target, move) for frame in graph._node_frames]
     result._edge_frames = [copy_frame(frame, target, move) for frame in graph._edge_frames]
 

@@ -48,8 +48,8 @@ _WITHOUT_COSTS = "it has no cost model, so only a running job with strategy auto
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
 _FIRST_BYTES = 32 * 1024
-_MOST_BYTES = 64 * 2**20
-_LONG_ENOUGH_S = 0.1
+_MAX_BYTES = 64 * 2**20
+_MIN_MEASUREMENT_S = 0.1
 """Duration of a round that shows the rate. The first round is ignored, because it begins with a burst."""
 _ROUNDS = 3
 _EXCHANGE_NAME = "probe of the links"
@@ -441,13 +441,13 @@ def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seco
         round_s = max(map(float, swap_seconds))
         elapsed_s += round_s
 
-        cannot_grow = elapsed_s >= seconds / 2 or num_bytes >= _MOST_BYTES
-        if rounds_s or round_s >= _LONG_ENOUGH_S or cannot_grow:
+        cannot_grow = elapsed_s >= seconds / 2 or num_bytes >= _MAX_BYTES
+        if rounds_s or round_s >= _MIN_MEASUREMENT_S or cannot_grow:
             rounds_s.append(round_s)
             continue
         # The next round should last long enough, but grow at most eightfold, because bursts look too fast.
-        target_bytes = num_bytes * 1.2 * _LONG_ENOUGH_S / max(round_s, 1e-9)
-        num_bytes = int(min(max(target_bytes, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
+        target_bytes = num_bytes * 1.2 * _MIN_MEASUREMENT_S / max(round_s, 1e-9)
+        num_bytes = int(min(max(target_bytes, 2 * num_bytes), 8 * num_bytes, _MAX_BYTES))
 
     return num_bytes / max(statistics.median(rounds_s[1:] or rounds_s), 1e-9)
 

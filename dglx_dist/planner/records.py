@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _choice_option = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 # tc rejects rates above the kernel's limit with an unhelpful message.
-_LEAST_RATE = 8_000
-_MOST_RATE = 10**12
+_MIN_RATE = 8_000
+_MAX_RATE = 10**12
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +32,7 @@ class Rate:
     bits_per_s: int
 
     @classmethod
-    def parse(cls, text: str, *, most: int = _MOST_RATE) -> Rate:
+    def parse(cls, text: str, *, most: int = _MAX_RATE) -> Rate:
         """Parse a rate like "1gbit", "2.5gbit", "100mbit" or "800kbit".
 
         Args:
@@ -49,7 +49,7 @@ class Rate:
             bits_per_s = float(value) * _UNITS[unit]
 
         # A text that is no rate counts as 0, and 0 is too small.
-        if not _LEAST_RATE <= bits_per_s <= most:
+        if not _MIN_RATE <= bits_per_s <= most:
             raise ConfigError(
                 f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to {cls(most)}, "
                 "e.g. 100mbit"

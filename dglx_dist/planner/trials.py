@@ -40,21 +40,21 @@ from dglx_dist.training.tasks import check_inputs, gather_input_rows
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-LEAST_S = 15.0
+MIN_TRIAL_S = 15.0
 """Time in seconds that opening the candidates may always take. The rounds take as long again."""
-MOST_SHARE = 0.02
-"""Share of the training that opening the candidates may take, if that is longer than :data:`LEAST_S`."""
-_TURN_S = 0.1
+MAX_SHARE = 0.02
+"""Share of the training that opening the candidates may take, if that is longer than :data:`MIN_TRIAL_S`."""
+_MIN_FIRST_TURN_S = 0.1
 """Minimum duration of a first turn."""
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 """Minimum number of steps of a first turn."""
 _WARM_STEPS = 2
 """Number of steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND = 3
-_MOST_ROUNDS = 4
+_MAX_ROUNDS = 4
 _CLEARLY = 1.2
 """Candidates slower by this factor are dropped at once. Epochs of the same run differ by a tenth."""
-_LEAST_TRIED = 2
+_MIN_TRIED = 2
 """Number of candidates that are always tried, whatever the time."""
 
 
@@ -95,8 +95,8 @@ class _Contestant:
 
     @property
     def steps_of_turn(self) -> int:
-        """Number of steps that take at least ``_TURN_S``, equal on all ranks."""
-        num_steps = math.ceil(_TURN_S * self.run.num_steps / self.seconds[0])
+        """Number of steps that take at least ``_MIN_FIRST_TURN_S``, equal on all ranks."""
+        num_steps = math.ceil(_MIN_FIRST_TURN_S * self.run.num_steps / self.seconds[0])
         return max(_WARM_STEPS, num_steps)
 
     @property
@@ -187,7 +187,7 @@ class _Race:
         self._begin = time.perf_counter()
         self._elapsed_s = 0.0
 
-        for round_index in range(_MOST_ROUNDS):
+        for round_index in range(_MAX_ROUNDS):
             if self._are_equal() or self._is_over():
                 break
             self._notify(f"round {round_index + 1}: {len(self.running)} candidates")
@@ -251,10 +251,10 @@ class _Race:
     def _is_over(self) -> bool:
         """Return whether the time for the choice is over, equal on all ranks."""
         # A choice needs at least two candidates.
-        if self._num_opened < _LEAST_TRIED:
+        if self._num_opened < _MIN_TRIED:
             return False
         fastest_s = min((contestant.trial.seconds for contestant in self.running), default=0.0)
-        return self._elapsed_s > max(LEAST_S, MOST_SHARE * self._config.epochs * fastest_s)
+        return self._elapsed_s > max(MIN_TRIAL_S, MAX_SHARE * self._config.epochs * fastest_s)
 
     def _find_obstacle(self, prediction: Prediction) -> str:
         """Return why the candidate need not be tried, or ""."""
@@ -290,7 +290,7 @@ class _Race:
             run = CandidateRun(self.predictions[index].candidate, self._config)
             runs.append(run)
             self._stack.callback(run.close)
-            return run.take_turn(_LEAST_STEPS)
+            return run.take_turn(_MIN_STEPS)
 
         seconds, num_steps, refusal = self._run_turn(index, open_run)
         self._num_opened += 1

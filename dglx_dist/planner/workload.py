@@ -461,7 +461,7 @@ def _scale_to_epoch(count: RankCount) -> RankCount:
     return RankCount(**values)
 
 
-_MOST_EDGES = 2_000_000_000
+_MAX_EDGES = 2_000_000_000
 """Largest number of edges to follow, over ranks and hops. Above it ``vip`` is not counted."""
 
 
@@ -475,7 +475,7 @@ def count_batches(
     """
     num_edges = run.g.num_edges() * len(draws.fanouts) * run.partition.topology.world_size
     policies = [LOOK_AHEAD]
-    if run.in_job or num_edges <= _MOST_EDGES:
+    if run.in_job or num_edges <= _MAX_EDGES:
         policies.append("vip")
     caches = [cache for cache in caches if cache[0] in policies]
     vip_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, final
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.planner.records import Rate
 
-MOST_SERVERS = 250
-LEAST_CPUS = 0.01
+MAX_SERVERS = 250
+MIN_CPUS = 0.01
 HeldBy = Literal["affinity", "quota", "affinity and quota", "nothing"]
 
 
@@ -38,10 +38,10 @@ class LabSpec:
     def __post_init__(self) -> None:
         if self.servers < 1:
             raise ConfigError(f"servers={self.servers}: a lab has at least one server")
-        if self.servers > MOST_SERVERS:
-            raise ConfigError(f"{self.servers} servers: a lab has at most {MOST_SERVERS}")
-        if self.cpus is not None and not LEAST_CPUS <= self.cpus < float("inf"):
-            raise ConfigError(f"cpus={self.cpus}: give each server {LEAST_CPUS} cores or more")
+        if self.servers > MAX_SERVERS:
+            raise ConfigError(f"{self.servers} servers: a lab has at most {MAX_SERVERS}")
+        if self.cpus is not None and not MIN_CPUS <= self.cpus < float("inf"):
+            raise ConfigError(f"cpus={self.cpus}: give each server {MIN_CPUS} cores or more")
 
 
 @dataclass(frozen=True, kw_only=True)

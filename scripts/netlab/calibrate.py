@@ -23,8 +23,8 @@ from scripts.netlab.launch import run
 from scripts.netlab.traces import Trace, make_out, read_trace
 from scripts.out_files import last_lines, write_text
 
-LEAST_RATE, MOST_RATE = Rate(100_000), Rate(100_000_000_000)
-_LEAST_BYTES = 1_000
+MIN_RATE, MAX_RATE = Rate(100_000), Rate(100_000_000_000)
+_MIN_BYTES = 1_000
 _ROUNDED_TO = 3  # digits of a rate
 _FARTHEST = 8.0
 """One try moves the rate by this factor at most, so that noise throws none far away."""
@@ -90,7 +90,7 @@ def find_rate(
     free = measure(None)
     if not 0 < free.seconds < math.inf:
         raise ConfigError(f"the command took {free.seconds} s without limits: there is no time to measure")
-    if free.bytes_per_server < _LEAST_BYTES:
+    if free.bytes_per_server < _MIN_BYTES:
         raise ConfigError(
             f"the command does not communicate: {free.bytes_per_server:.0f} bytes per server and unit of "
             "work; at no rate does the network take its time. Does it run on more than one server?"
@@ -163,7 +163,7 @@ def _extrapolate(points: Sequence[tuple[float, float]], free: Measured, wanted_s
 
 
 def _round(bits_per_s: float) -> Rate:
-    inside = min(max(bits_per_s, LEAST_RATE.bits_per_s), MOST_RATE.bits_per_s)
+    inside = min(max(bits_per_s, MIN_RATE.bits_per_s), MAX_RATE.bits_per_s)
     return Rate(int(float(f"{inside:.{_ROUNDED_TO}g}")))
 
 

@@ -184,7 +184,7 @@ _TORN_BITS_PER_S = 50_000_000
 """Below this rate one bundle lasts more than 12 ms, which would be free after each pause of a short epoch. It
 is split, and each segment has its own headers."""
 _TORN_S = 5e-3
-_LEAST_BURST_BYTES = 16 * 1024
+_MIN_BURST_BYTES = 16 * 1024
 _LATE_S = 2e-3
 """The kernel may refill a bucket this late; buckets of fast links must last as long."""
 _LATENCY = "50ms"
@@ -238,7 +238,7 @@ def _burst_bytes(rate: Rate, *, may_tear: bool) -> int:
     """
     bytes_per_s = rate.bits_per_s / 8
     if may_tear and rate.bits_per_s < _TORN_BITS_PER_S:
-        return max(round(bytes_per_s * _TORN_S), _LEAST_BURST_BYTES)
+        return max(round(bytes_per_s * _TORN_S), _MIN_BURST_BYTES)
     usual = min(max(round(bytes_per_s * _USUAL_S), _BUNDLE_BYTES), _USUAL_BURST_BYTES)
     return max(usual, round(bytes_per_s * _LATE_S))
 

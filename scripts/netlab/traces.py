@@ -134,7 +134,7 @@ def _read_rank(path: Path, rank: int) -> RankTrace:
 
 
 TOLERANCE = 0.08
-LEAST_BYTES = 4_000_000
+MIN_BYTES = 4_000_000
 """Below it, meeting each other and keeping in touch are too much of the traffic."""
 
 Verdict = Literal["agrees", "differs", "too little traffic to compare"]
@@ -160,7 +160,7 @@ class Witness:
     @property
     def verdict(self) -> Verdict:
         """Whether both say the same, within 8 %."""
-        if self.ledger.sent + self.ledger.received < LEAST_BYTES or self.ratio is None:
+        if self.ledger.sent + self.ledger.received < MIN_BYTES or self.ratio is None:
             return "too little traffic to compare"
         return "agrees" if abs(self.ratio - 1) <= TOLERANCE else "differs"
 

@@ -97,7 +97,7 @@ def test_a_rank_that_finds_no_store_says_so() -> None:
 
 
 def test_a_launcher_of_this_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOCAL_STORE_S", 0.5)
+    monkeypatch.setattr(module, "_LOCAL_STORE_TIMEOUT_S", 0.5)
     rendezvous = replace(rendezvous_at(free_port()), hosted_by_agent=True)
     with pytest.raises(PeerError, match=r"no rendezvous .* within 0\.5 s\. The launcher should serve it"):
         module.open_store(rendezvous, 0, 2, 300.0)

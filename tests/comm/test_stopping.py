@@ -11,10 +11,10 @@ import pytest
 
 from dglx_dist.comm.collectives import barrier, gather_int64
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.stopping import SAME_KEY_S
+from dglx_dist.comm.stopping import SAME_INTERRUPT_S
 from tests.helpers.ranks import run_ranks
 
-ROUNDS, MOST_POINTS = 10, 10_000
+ROUNDS, MAX_POINTS = 10, 10_000
 
 
 def stop_again_and_again() -> list[list[int]]:
@@ -38,7 +38,7 @@ def stop_again_and_again() -> list[list[int]]:
             before = stop._num_passed
             asking = threading.Thread(target=stop.ask)
             at = int(own.integers(1, 20)) if asks[rank] or (not asks.any() and rank == 2) else 0
-            for point in range(1, MOST_POINTS):
+            for point in range(1, MAX_POINTS):
                 if point == at:
                     asking.start()
                 time.sleep(float(own.uniform(0, 0.002)))
@@ -69,7 +69,7 @@ with start_session() as session, session.stoppable() as stop:
     while not stop.should_stop():
         time.sleep(0.01)
     stop.close()
-    time.sleep(SAME_KEY_S + 0.2)  # saves
+    time.sleep(SAME_INTERRUPT_S + 0.2)  # saves
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 """
@@ -85,7 +85,7 @@ with module.start_session() as session:
             pass
     session._on_signal(signal.SIGTERM)  # a launcher's copy
     print("goes on", flush=True)
-    module._LEAVES_S = 0.0
+    module._IGNORE_SIGNALS_S = 0.0
     session._on_signal(signal.SIGTERM)
     print("not reached")
 """
@@ -99,7 +99,7 @@ def test_a_signal_long_after_the_stop_ends_a_rank_that_has_gone_on() -> None:
 
 
 def test_a_second_interrupt_ends_a_rank_that_is_saving() -> None:
-    command = SECOND.replace("SAME_KEY_S", str(SAME_KEY_S))
+    command = SECOND.replace("SAME_INTERRUPT_S", str(SAME_INTERRUPT_S))
     done = subprocess.run([sys.executable, "-c", command], timeout=50, check=False)
     assert done.returncode == 128 + signal.SIGINT
 
@@ -109,5 +109,5 @@ def test_all_stop_at_one_point() -> None:
     assert first == second == third
     counts = np.array(first).reshape(ROUNDS, 3, 2)
     assert (counts[:, :, 0] == counts[:, :1, 0]).all(), counts[:, :, 0]
-    assert (counts[:, :, 0] < MOST_POINTS - 1).all()
+    assert (counts[:, :, 0] < MAX_POINTS - 1).all()
     assert counts[:, :, 1].all()

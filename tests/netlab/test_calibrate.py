@@ -12,7 +12,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate, cli, labs
 from scripts.netlab.base import LabError
-from scripts.netlab.calibrate import LEAST_RATE, Measured, find_rate
+from scripts.netlab.calibrate import MIN_RATE, Measured, find_rate
 from scripts.netlab.launch import LabRun
 from tests.netlab.helpers import COMPUTE_S, PaperLab, make_run, ranks_that_train
 
@@ -76,7 +76,7 @@ def test_what_is_not_reached_is_said() -> None:
     assert not rate.within_tolerance
     assert rate.wanted == 0.5
     assert rate.phi == 0.0
-    assert min(attempt.rate for attempt in rate.tries) == LEAST_RATE
+    assert min(attempt.rate for attempt in rate.tries) == MIN_RATE
     rate = find_rate(half_overlapped, 0.3, max_tries=2, tolerance=0.001)
     assert (len(rate.tries), rate.within_tolerance) == (2, False)
     assert abs(rate.phi - 0.3) == min(abs(attempt.phi - 0.3) for attempt in rate.tries)

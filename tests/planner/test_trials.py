@@ -75,7 +75,7 @@ def choosing(name: str) -> Iterator[None]:
         mock.patch.object(choose, "_pick", pick),
         mock.patch.object(trials._Race, "_drop_slower"),
         # On a busy machine, the time for the choice would be over before all candidates are open.
-        mock.patch.multiple(trials, _MOST_ROUNDS=1, LEAST_S=1000.0),
+        mock.patch.multiple(trials, _MAX_ROUNDS=1, MIN_TRIAL_S=1000.0),
     ):
         yield
 
@@ -259,7 +259,7 @@ def choose_in_no_time(data: str) -> list[dict[str, str]]:
         g.cache_rows("feat", alpha=0.3, policy="degree")
         cached = g.kvstore.has_cache
         # The simplest and another one are tried, however little time there is.
-        limits = {"LEAST_S": 0.0, "MOST_SHARE": 0.0}
+        limits = {"MIN_TRIAL_S": 0.0, "MAX_SHARE": 0.0}
         with mock.patch.multiple(trials, **limits):
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
         reasons.append({prediction.candidate.name: prediction.not_tried for prediction in choice.predictions})

@@ -48,7 +48,7 @@ CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQU
 """Errors for missing permission or space. A run continues without the cache."""
 
 _MAX_AGE_S = 30 * 86400.0
-_RECENT_S = 86400.0
+_IN_USE_S = 86400.0
 """Entries that were opened at most this long before the most recent opening count as in use."""
 
 _SHARE_OF_DISK = 4
@@ -334,7 +334,7 @@ class ArrayCache:
         last_s = max((entry.used_s for entry in entries), default=0.0)
         for entry in entries:
             age_s = last_s - entry.used_s
-            is_unused = age_s > _RECENT_S or not self._is_of_content(entry)
+            is_unused = age_s > _IN_USE_S or not self._is_of_content(entry)
             is_empty = entry.num_bytes == 0
             should_evict = is_empty or age_s > _MAX_AGE_S or (total > max_bytes and is_unused)
             if not should_evict or not _evict(entry.path):

@@ -24,7 +24,7 @@ PARTIAL_SUFFIX = ".partial"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_ABANDONED_S = 86400.0
+_ABANDONED_AFTER_S = 86400.0
 """Age at which every partial folder counts as abandoned."""
 _MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)}$")
 
@@ -132,7 +132,7 @@ def _is_abandoned(partial: Path) -> bool:
     except OSError:
         return False  # Another rank has just removed it.
 
-    if age_s > _ABANDONED_S:
+    if age_s > _ABANDONED_AFTER_S:
         return True
     is_of_this_machine = maker["host"] == _get_host()
     return is_of_this_machine and not psutil.pid_exists(int(maker["process"]))

@@ -49,7 +49,7 @@ from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, make_all_plans, split_by_server
 from dglx_dist.strategies.full_graph.typed_block import TypedHaloBlock, typed_halo_block
 
-_MOST_EDGES = 200_000_000
+_MAX_EDGES = 200_000_000
 """Largest plans to build, in edges over layers and cooperative batches. A million edges take a second."""
 _PLAN_BYTES = 100
 """Memory for building the plans of all ranks, in bytes per edge. 95 were measured with two layers."""
@@ -129,7 +129,7 @@ class FullGraphScheme(Work):
         return text
 
     def count(self, run: PlannedRun) -> FullWork | None:
-        if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
+        if run.graph.edges * run.num_layers * self.cooperative_batches > _MAX_EDGES:
             return None
         # In a job, free memory differs between ranks, but either all ranks must count or none.
         free_bytes = sys.maxsize

@@ -65,7 +65,7 @@ from dglx_dist.strategies.full_graph.halo_plan import (
 PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
 
-_NOTIFY_FAILURE_S = 5.0
+_NOTIFY_FAILURE_TIMEOUT_S = 5.0
 """Seconds that a failed rank waits for each rank to receive its failure message."""
 MIN_NODES_FOR_PROGRESS = 1 << 17
 """Minimum number of nodes for which rank 0 shows a progress bar."""
@@ -650,7 +650,9 @@ class PlanExchange:
         name = f"{self._job} {topology.rank}"
         other_ranks = set(range(topology.world_size)) - {topology.rank}
         # Some ranks may be dead or hang, so delivery has a time limit.
-        self._session.rpc.ask(other_ranks, self._failed_op, name, arrays, _NOTIFY_FAILURE_S, phase=CONTROL)
+        self._session.rpc.ask(
+            other_ranks, self._failed_op, name, arrays, _NOTIFY_FAILURE_TIMEOUT_S, phase=CONTROL
+        )
 
 
 def open_plan_exchange(session: Session) -> tuple[PlanExchange, str]:

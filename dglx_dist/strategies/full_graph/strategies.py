@@ -47,7 +47,7 @@ _EXTERNAL_FANOUT = 15
 """Fan-out of the paper."""
 _BATCH_COUNTS = (2, 8, 32)
 """Numbers of cooperative batches to compare. Graphs that do not fit in memory need several."""
-_MOST_BATCHES = 16
+_MAX_BATCHES = 16
 
 
 def _add_cover(**options: Any) -> Iterator[Candidate]:
@@ -253,7 +253,7 @@ class Cooperative(_FullGraphStrategy):
             return
         batch_counts = set(_BATCH_COUNTS)
         # With more batches, their neighbourhoods overlap too much.
-        if 0 < context.steps <= _MOST_BATCHES:
+        if 0 < context.steps <= _MAX_BATCHES:
             # An epoch has as many updates as with mini-batches. A single batch would be full_graph.
             num_batches = max(context.steps, 2)
             batch_counts.discard(num_batches)

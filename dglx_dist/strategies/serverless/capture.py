@@ -32,7 +32,7 @@ SIZES = (37, 149), (41, 163)
 """Numbers of nodes and edges of the two graphs. They are unlikely to be sizes of a model."""
 _SEED = 17
 """Seed of the first graph. Each further graph has the next seed."""
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 OTHER_STRATEGY = "or use strategy='data_parallel'"
 
 _RANDOM = (
@@ -59,7 +59,7 @@ class Value:
     tensor: Tensor
     per: Per | None = None
     """Node or edge, whichever the rows belong to. None if the value has no rows, such as a weight."""
-    maker: Node | None = None
+    producer: Node | None = None
     """The operation that computed the value, or None for inputs, weights and constants."""
     name: str = ""
     """Name of an input or weight."""
@@ -72,9 +72,9 @@ class Node:
     """A recorded operation."""
 
     kind: str
-    """"tensor", "drop", "spread" (from nodes to edges), "gather" or "softmax"."""
+    """"tensor", "drop", "scatter" (rows of nodes to their edges), "gather" or "softmax"."""
     name: str
-    """Name of the ATen operation, the end of "spread", or the reduction of "gather"."""
+    """Name of the ATen operation, the end of edges for "scatter", or the reduction of "gather"."""
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     inputs: list[Value]
@@ -99,7 +99,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._block = block
         self._values: dict[int, Value] = {}
         """Values by the id of their tensor."""
-        self._spreads: dict[tuple[Value, str], Tensor] = {}
+        self._scattered_rows: dict[tuple[Value, str], Tensor] = {}
         self._constants: dict[str, Value] = {}
         """Constant values by a text of the operation that computes them."""
         self._kept_tensors: list[Tensor] = []
@@ -139,9 +139,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         result = operation(*args, **keywords)
         if not _has_tensor(result):
             return result  # The result is a number, such as the number of elements.
-        spread = self._find_spread(name, args)
-        if spread is not None:
-            return spread
+        edge_rows = self._match_scatter(name, args)
+        if edge_rows is not None:
+            return edge_rows
         if self._is_all_rows(name, args, result):
             self._values[id(result)] = self.value_of(args[0])
             self._kept_tensors.append(result)
@@ -200,7 +200,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if not isinstance(target, Tensor) or self._module.startswith(("BatchNorm", "SyncBatchNorm")):
             return
         value = self.value_of(target)
-        if value.maker is None and value.per is None:
+        if value.producer is None and value.per is None:
             self.refuse(f"a buffer or weight that it changes ({name})", "leave it as it is")
 
     def _name_without_write(self, operation: Any, name: str) -> str:
@@ -213,7 +213,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             )
         return new_name
 
-    def _find_spread(self, name: str, args: Any) -> Tensor | None:
+    def _match_scatter(self, name: str, args: Any) -> Tensor | None:
         """Return the rows at one end of all edges if the operation reads them, or None.
 
         Messages that are computed in Python read the rows of sources and targets by their ids.
@@ -229,7 +229,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             return None
         for end, ids in self._ends.items():
             if index.shape == ids.shape and bool((index == ids).all()):
-                return self._spread(rows, end)
+                return self._scatter(rows, end)
         return self.refuse("rows of other nodes than the ends of edges", "pass messages along edges instead")
 
     def _is_all_rows(self, name: str, args: Any, result: Any) -> bool:
@@ -261,7 +261,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         to_value = partial(tree_map_only, Tensor, self.value_of)
         arguments = tuple(to_value(list(args)))
         node = Node(kind, name, arguments, to_value(dict(keywords)), inputs, module=self._module)
-        is_constant = kind in ("tensor", "spread") and all(value.is_constant for value in inputs)
+        is_constant = kind in ("tensor", "scatter") and all(value.is_constant for value in inputs)
 
         # Constant rows are computed once, because powers of degrees are equal in every layer.
         constant_key = ""
@@ -324,10 +324,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
         Return None if ``rows`` are no such product, or if the features are more than twice as wide.
         """
-        maker = self.value_of(rows).maker
-        if maker is None or maker.name != "mm.default":
+        producer = self.value_of(rows).producer
+        if producer is None or producer.name != "mm.default":
             return None
-        features, matrix = maker.arguments
+        features, matrix = producer.arguments
         is_wide = features.tensor.shape[1] > 2 * rows.shape[1]
         if features.per != "node" or not features.is_constant or matrix.per is not None or is_wide:
             return None
@@ -385,14 +385,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         )
 
     def _to_edges(self, rows: Tensor, end: str) -> Tensor:
-        return rows if end == "e" else self._spread(rows, {"u": "source", "v": "target"}[end])
+        return rows if end == "e" else self._scatter(rows, {"u": "source", "v": "target"}[end])
 
-    def _spread(self, rows: Tensor, end: str) -> Tensor:
+    def _scatter(self, rows: Tensor, end: str) -> Tensor:
         key = (self.value_of(rows), end)
-        if key not in self._spreads:
-            self._spreads[key] = self._run(torch.index_select, rows, 0, self._ends[end])
-            self._add("spread", end, (rows,), {}, self._spreads[key], "edge")
-        return self._spreads[key]
+        if key not in self._scattered_rows:
+            self._scattered_rows[key] = self._run(torch.index_select, rows, 0, self._ends[end])
+            self._add("scatter", end, (rows,), {}, self._scattered_rows[key], "edge")
+        return self._scattered_rows[key]
 
     def _check_graph(self, index: Any) -> None:
         """Refuse a graph that has other edges than the block."""
@@ -573,7 +573,7 @@ def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
     best: tuple[ModelCall, Recorded] | None = None
     least_unused = len(trained)
     first_error: ConfigError | None = None
-    for num_blocks in dict.fromkeys((num_layers, *range(1, _MOST_BLOCKS))):
+    for num_blocks in dict.fromkeys((num_layers, *range(1, _MAX_BLOCKS))):
         candidate = replace(call, num_blocks=num_blocks)
         try:
             recording, scores = candidate.record(0)
@@ -603,7 +603,7 @@ def list_needed(scores: Value) -> Iterator[Value]:
     while pending:
         value = pending.pop()
         yield value
-        sources = [] if value.maker is None else value.maker.inputs
+        sources = [] if value.producer is None else value.producer.inputs
         for source in sources:
             if source not in seen:
                 seen.add(source)

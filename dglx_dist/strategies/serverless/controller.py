@@ -19,17 +19,17 @@ from dglx_dist.strategies.serverless.cost import Counts, PriceTable, billed_gb_s
 from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.tasks import Direction, Task, TaskKey
 
-MOST_WORKERS = 100
+MAX_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
 """Share of a server's network per function with 100 functions: 200 Mbit/s."""
-_LEAST_POWER = 1 / 16
+_MIN_POWER = 1 / 16
 _TIMEOUT_FACTOR = 5.0
 """Factor of the moving average of durations that gives the time-out."""
 _WEIGHT_OF_PAST = 0.95
 """Weight of earlier durations in the moving average."""
-_FIRST_S = 10.0
+_FIRST_TIMEOUT_S = 10.0
 """Time-out in seconds until the first task of a kind has finished. Workers may have to start and import."""
-_LEAST_S = 0.5
+_MIN_TIMEOUT_S = 0.5
 """Least time-out in seconds after the first task."""
 _MAX_BACKOFF = 8.0
 """Largest factor of the time-outs of further attempts."""
@@ -41,7 +41,7 @@ _JOIN_TIMEOUT_S = 5.0
 def most_workers(intervals: int, link_bytes_per_s: float | None = None) -> int:
     """Return the largest useful number of workers, in [1, 100], on a network of this rate."""
     network = math.inf if link_bytes_per_s is None else link_bytes_per_s / WORKER_BYTES_PER_S
-    return int(max(1, min(intervals, MOST_WORKERS, network)))
+    return int(max(1, min(intervals, MAX_WORKERS, network)))
 
 
 @final
@@ -94,7 +94,7 @@ class Autotuner:
 
     def _adapt_power(self, direction: int) -> None:
         if direction == -self._last_direction:
-            self._power = max(_LEAST_POWER, self._power / 2)
+            self._power = max(_MIN_POWER, self._power / 2)
             self._num_same_direction = 0
         self._num_same_direction += 1
         if self._num_same_direction > 3:
@@ -105,9 +105,9 @@ class Autotuner:
 
 def _compute_timeout(average_s: float | None, attempt: int) -> float:
     """Return the time-out of an attempt in seconds, where ``average_s`` is the usual duration, if known."""
-    timeout_s = _FIRST_S
+    timeout_s = _FIRST_TIMEOUT_S
     if average_s is not None:
-        timeout_s = max(_LEAST_S, _TIMEOUT_FACTOR * average_s)
+        timeout_s = max(_MIN_TIMEOUT_S, _TIMEOUT_FACTOR * average_s)
     # Each further attempt has twice the time. If a worker is alive on a slow machine, one more worker would
     # slow down the machine further.
     return timeout_s * min(2.0**attempt, _MAX_BACKOFF)

@@ -60,7 +60,7 @@ _TENSOR_KINDS = ("tensor", "drop")
 _IGNORED_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 _Depth: TypeAlias = int
-_MOST_EDGE_COLUMNS = 8
+_MAX_EDGE_COLUMNS = 8
 """Largest width of rows of edges that are computed once and kept."""
 _ONCE: _Depth = -1
 """Depth of pieces that depend on neither weights nor dropout. They run once, before the first epoch."""
@@ -148,14 +148,14 @@ class Cutter:
         """True if ``value`` is computed once, before the first epoch, or is an input."""
         if value.per is None or not value.is_constant:
             return False
-        if value.per == "node" or value.maker is None:
+        if value.per == "node" or value.producer is None:
             return True
         # Wide rows of all edges would take more memory than the graph, so they are computed in each epoch.
-        if math.prod(value.tensor.shape[1:]) > _MOST_EDGE_COLUMNS:
+        if math.prod(value.tensor.shape[1:]) > _MAX_EDGE_COLUMNS:
             return False
-        for source in value.maker.inputs:
-            is_spread = source.maker is not None and source.maker.kind == "spread"
-            if source.per == "edge" and not is_spread and not self._is_once(source):
+        for source in value.producer.inputs:
+            is_scatter = source.producer is not None and source.producer.kind == "scatter"
+            if source.per == "edge" and not is_scatter and not self._is_once(source):
                 return False
         return True
 
@@ -165,7 +165,7 @@ class Cutter:
         for node in self._nodes:
             depth = max((earliest.get(value, 0) for value in node.inputs if value.per), default=0)
             # Constant rows are known on all graph servers, so that reading them over edges needs no Scatter.
-            needs_scatter = node.kind == "spread" and not node.outputs[0].is_constant
+            needs_scatter = node.kind == "scatter" and not node.outputs[0].is_constant
             if needs_scatter or node.kind in _GRAPH_KINDS:
                 depth += 1
             earliest |= dict.fromkeys(node.outputs, depth)
@@ -181,14 +181,14 @@ class Cutter:
                 depth = min(latest[value] for value in node.outputs if value in latest)
 
             depths[node] = depth
-            depth_of_inputs = depth - 1 if node.kind in (*_GRAPH_KINDS, "spread") else depth
+            depth_of_inputs = depth - 1 if node.kind in (*_GRAPH_KINDS, "scatter") else depth
             for value in node.inputs:
                 latest[value] = min(latest.get(value, depth_of_inputs), depth_of_inputs)
         return depths
 
     def _depth_of(self, value: Value) -> _Depth:
-        # Features have no maker.
-        return self._depths[value.maker] if value.maker else 0
+        # Features have no producer.
+        return self._depths[value.producer] if value.producer else 0
 
     # Pieces.
 
@@ -213,16 +213,16 @@ class Cutter:
 
     def _find_piece(self, value: Value) -> TensorPiece | None:
         """Return the piece that computes ``value``, or None if no piece does."""
-        maker = value.maker
-        if maker is None or maker.kind not in _TENSOR_KINDS or value.per is None:
+        producer = value.producer
+        if producer is None or producer.kind not in _TENSOR_KINDS or value.per is None:
             return None
-        depth = _ONCE if self._is_once(value) else self._depths[maker]
+        depth = _ONCE if self._is_once(value) else self._depths[producer]
         return self._pieces.get((depth, value.per))
 
     def _read(self, piece: TensorPiece, value: Value) -> None:
         """Add ``value`` to the inputs of ``piece``, if the piece does not compute it."""
-        if value.maker is not None and value.maker.kind == "spread":
-            source, end = value.maker.inputs[0], value.maker.name
+        if value.producer is not None and value.producer.kind == "scatter":
+            source, end = value.producer.inputs[0], value.producer.name
             self._materialise(source, 0)
             piece.inputs[source, end] = None  # type: ignore[index]
         elif self._find_piece(value) is not piece:
@@ -230,10 +230,10 @@ class Cutter:
             piece.inputs[value, "row"] = None
 
     def _materialise(self, value: Value, depth: _Depth, *, is_scores: bool = False) -> None:
-        """Make ``value`` a slot. A piece at ``depth`` copies a spread or scores that no piece computes."""
+        """Make ``value`` a slot. If no piece computes its scattered rows or scores, a piece copies them."""
         piece = self._find_piece(value)
-        is_spread = value.maker is not None and value.maker.kind == "spread"
-        if piece is None and (is_spread or is_scores):
+        is_scatter = value.producer is not None and value.producer.kind == "scatter"
+        if piece is None and (is_scatter or is_scores):
             piece = self._get_piece(depth, value.per or "node")
             self._read(piece, value)
         if piece is not None:
@@ -248,7 +248,7 @@ class Cutter:
         assert value.per is not None, "only rows travel"
         dtype = value.tensor.dtype
         if dtype not in (torch.int64, self._first.inputs[FEATURES].tensor.dtype):
-            module = value.maker.module if value.maker else "the model"
+            module = value.producer.module if value.producer else "the model"
             raise ConfigError(
                 f"{module} passes rows of {dtype} over edges; convert them to the dtype of "
                 f"the weights, {OTHER_STRATEGY}"
@@ -309,7 +309,7 @@ class Cutter:
 
     def _make_output(self, value: Value) -> Slot:
         slot = self._slots[value]
-        if value.maker is None or value.maker.kind not in _TENSOR_KINDS:
+        if value.producer is None or value.producer.kind not in _TENSOR_KINDS:
             # The piece copies an input, so the copy gets a name of its own.
             name = self._make_name("h" if slot.per == "node" else "m")
             slot = Slot(name=name, shape=slot.shape, per=slot.per)
@@ -420,18 +420,18 @@ class _BodyWriter:
             return
         if value.name:
             self.weights[value.name] = value
-        elif value.maker is None:
+        elif value.producer is None:
             if value not in self._constants:
                 self._constants.append(value)
-        elif value.maker not in nodes:
-            for source in value.maker.inputs:
+        elif value.producer not in nodes:
+            for source in value.producer.inputs:
                 self._collect(source, nodes)
-            nodes.add(value.maker)
+            nodes.add(value.producer)
 
     def _read_value(self, value: Value, end: End) -> Value:
-        """Return the spread of ``value`` to ``end`` of the edges, or ``value`` if there is no spread."""
+        """Return the rows of ``value`` at ``end`` of the edges, or ``value`` if no operation scatters it."""
         for node in self._twins:
-            if node.kind == "spread" and node.name == end and node.inputs[0] is value:
+            if node.kind == "scatter" and node.name == end and node.inputs[0] is value:
                 return node.outputs[0]
         return value
 

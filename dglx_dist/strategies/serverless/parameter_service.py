@@ -42,9 +42,9 @@ READ = "weights_read"
 
 _PAIR = re.compile(r"(0|[1-9][0-9]{0,17})/(0|[1-9][0-9]{0,5})")
 log = logging.getLogger(__name__)
-_POLL_S = 1.0
-_PROBE_S = 5.0
-_NOTIFY_S = 2.0
+_POLL_INTERVAL_S = 1.0
+_PROBE_TIMEOUT_S = 5.0
+_NOTIFY_TIMEOUT_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
 _MAX_REASON = 1000
 
@@ -202,7 +202,7 @@ class ParameterService:
             if not missing_servers:
                 return
 
-            if not self._has_input.wait(min(_POLL_S, self._timeout_s)):
+            if not self._has_input.wait(min(_POLL_INTERVAL_S, self._timeout_s)):
                 raise_for_silent(self._rpc, missing_servers, f"waiting for its sums of epoch {epoch}")
             self._has_input.clear()
             if time.monotonic() > deadline:
@@ -216,7 +216,7 @@ class ParameterService:
         reason = f"{describe(self.server.index)} stopped: {type(error).__name__}: {error}"
         self._failure = reason[:_MAX_REASON]
         log.error("%s", self._failure)
-        self._rpc.ask(self._ranks, STOPPED, self._failure, [], _NOTIFY_S, phase=CONTROL)
+        self._rpc.ask(self._ranks, STOPPED, self._failure, [], _NOTIFY_TIMEOUT_S, phase=CONTROL)
 
     def _parse_key(self, name: str) -> TaskKey:
         """Return the key of a task of this run. Raises PeerError after a failed update."""
@@ -267,7 +267,7 @@ class ParameterService:
 
 def raise_for_silent(rpc: Rpc, servers: Sequence[int], activity: str) -> None:
     """Raise PeerError that names all of ``servers`` that do not answer a probe within seconds."""
-    silent_servers = rpc.find_silent([server for server in servers if server != rpc.rank], _PROBE_S)
+    silent_servers = rpc.find_silent([server for server in servers if server != rpc.rank], _PROBE_TIMEOUT_S)
     if silent_servers:
         # Ranks that ended because a rank died are silent, too. The first cause is among them.
         names = ", ".join(map(describe, silent_servers))
@@ -279,7 +279,7 @@ def what_misses(rpc: Rpc, servers: Sequence[int]) -> str:
     states = []
     for server in servers:
         try:
-            (text,) = rpc.submit(server, MISSING, "", [], phase=CONTROL).result(_PROBE_S)
+            (text,) = rpc.submit(server, MISSING, "", [], phase=CONTROL).result(_PROBE_TIMEOUT_S)
             state = f"waits for {text.tobytes().decode()}" if text.size else "waits for nothing of its own"
         except DglxError as error:
             state = f"does not answer ({error})"

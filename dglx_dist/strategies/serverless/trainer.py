@@ -93,8 +93,8 @@ def _sum_counts(own_counts: Counts, session: Session) -> Counts:
 PROGRAM_PHASE = "lambda_program"
 DOWN = "lambda_down"
 UP = "lambda_up"
-_MOST_KERNELS, _LONGEST_KERNELS = 16, 400
-_PEER_CHECK_S = 5.0
+_MAX_KERNELS, _LONGEST_KERNELS = 16, 400
+_PEER_CHECK_INTERVAL_S = 5.0
 
 
 @final
@@ -271,7 +271,7 @@ class Engine:
         return answer
 
     def _send_program(self, worker_kernels: str, _arrays: Sequence[Array]) -> Sequence[Array]:
-        if worker_kernels and len(self.kernels) < _MOST_KERNELS:
+        if worker_kernels and len(self.kernels) < _MAX_KERNELS:
             self.kernels.add(printable(worker_kernels, _LONGEST_KERNELS).replace("\n", " "))
         return [self._program_bytes]
 
@@ -295,7 +295,7 @@ class Engine:
         self._show()
         self.parameters.raise_if_stopped()
         is_late = quiet_s >= self._session.timeout_s
-        if not is_late and quiet_s < _PEER_CHECK_S:
+        if not is_late and quiet_s < _PEER_CHECK_INTERVAL_S:
             return
 
         advice = "look at its output and its workers"

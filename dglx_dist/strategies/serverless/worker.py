@@ -39,7 +39,7 @@ from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
 MAX_ANSWER_BYTES = 64 * 1024
 _LONGEST_ERROR = 4000
-_IDLE_S = 5.0
+_RECONNECT_AFTER_S = 5.0
 """Idle seconds after which connections are reopened. The container of a function is frozen between
 invocations, and peers drop silent connections."""
 # Operations of graph servers, see :class:`_TaskCalls`.
@@ -114,7 +114,7 @@ class RemoteCaller(Caller):
 
     def begin(self) -> None:
         # The wall clock is used because a monotonic clock may stop in a frozen container.
-        if time.time() - self._last_call_at > _IDLE_S:
+        if time.time() - self._last_call_at > _RECONNECT_AFTER_S:
             self.close()
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:

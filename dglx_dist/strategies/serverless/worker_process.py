@@ -25,7 +25,7 @@ from dglx_dist.strategies.serverless.worker import RemoteCaller, TaskPhase, Work
 
 MAX_SECONDS = 3600.0
 _LONGEST_LINE = MAX_EVENT_BYTES + 4096
-_POLL_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 @final
@@ -71,7 +71,7 @@ def serve_starts(socket_number: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         # The socket may stay open after the parent's end, because a process that the parent forked has it.
-        while not select.select([requests], [], [], _POLL_S)[0]:
+        while not select.select([requests], [], [], _POLL_INTERVAL_S)[0]:
             if os.getppid() != parent:
                 os._exit(0)
         content, files, _, _ = socket.recv_fds(requests, 64, 2)

@@ -31,7 +31,7 @@ _EPOCHS = range(2, 21)
 """Measured ones of a job; the first is the one whose bytes are predicted."""
 _MEASURED_S = 0.6
 """Minimum seconds of all epochs of a job. Two epochs of 20 ms differed by a factor of 1.6 between runs."""
-_MOST_SEEDS = 1000
+_MAX_SEEDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) ->
         "options": way["options"],
         "dropout": 0.5,
         "fanouts": [-1] * family.layers if is_full_graph else list(family.fanouts or ()),
-        "batch_size": _MOST_SEEDS if is_full_graph else family.batch_size,
+        "batch_size": _MAX_SEEDS if is_full_graph else family.batch_size,
         "warmup": 1,
         "epochs": epochs,
     }

@@ -262,7 +262,7 @@ def fail_beside_a_rank_that_hangs() -> None:
     if session.topology.rank == 1:
         started = time.monotonic()
         with (
-            mock.patch.object(plan_builder, "_NOTIFY_FAILURE_S", 0.5),
+            mock.patch.object(plan_builder, "_NOTIFY_FAILURE_TIMEOUT_S", 0.5),
             pytest.raises(ValueError, match="a bug"),
             exchange.job(),
         ):

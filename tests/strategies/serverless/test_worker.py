@@ -146,7 +146,7 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
             worker.handle(bench.task(key).to_event())
         client = caller._client
         assert len(client._links) == 1
-        monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
+        monkeypatch.setattr(caller_module, "_RECONNECT_AFTER_S", -1.0)
         worker.handle(bench.task(keys[2]).to_event())
         assert caller._client is not client
         assert [name for call, name in bench.calls if call == "program"] == [kernels()]

@@ -67,11 +67,11 @@ _TRUST = {
         {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
     ],
 }
-ACTIVE_WITHIN_S = 300.0
+ACTIVE_TIMEOUT_S = 300.0
 """Seconds until a function must be active. The first network interfaces of a VPC take a minute or two."""
-ROLE_KNOWN_WITHIN_S = 60.0
+ROLE_TIMEOUT_S = 60.0
 _NO_RETRIES = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
-_PAUSE_S = 1
+_POLL_INTERVAL_S = 1
 ROWS = 101
 FEATURES_IN = 16
 CLASSES = 4
@@ -317,7 +317,7 @@ def _vpc(settings: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 def _create_function(client: Client, **arguments: object) -> None:
     """Create a function. Wait until AWS knows its new role everywhere."""
-    deadline = time.monotonic() + ROLE_KNOWN_WITHIN_S
+    deadline = time.monotonic() + ROLE_TIMEOUT_S
     while True:
         try:
             client.create_function(**arguments)
@@ -325,12 +325,12 @@ def _create_function(client: Client, **arguments: object) -> None:
         except client.exceptions.InvalidParameterValueException as error:
             if "assume" not in str(error) or time.monotonic() > deadline:
                 raise
-            time.sleep(_PAUSE_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def _wait(client: Client, name: str, change: Changes, until: str) -> None:
     waiter = client.get_waiter(f"function_{until}_v2")
-    times = {"Delay": _PAUSE_S, "MaxAttempts": int(ACTIVE_WITHIN_S / _PAUSE_S)}
+    times = {"Delay": _POLL_INTERVAL_S, "MaxAttempts": int(ACTIVE_TIMEOUT_S / _POLL_INTERVAL_S)}
     change(f"wait until {name} is {until}", waiter.wait, FunctionName=name, WaiterConfig=times)
 
 

@@ -37,7 +37,7 @@ _REPORT = re.compile(
     r"\s+Billed Duration: (?P<billed>[0-9.]+) ms\s+Memory Size: (?P<memory>[0-9]+) MB"
 )
 _INIT = re.compile(r"Init Duration: [0-9.]+ ms")
-_END_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 _LOOK_BACK_MS = 60_000
 """Containers write their logs with any delay, and their timestamps are by AWS's clock."""
 MAX_REQUESTS = 32
@@ -95,7 +95,7 @@ class ReportReader:
     def close(self) -> None:
         """Stop reading. May be called twice."""
         self._stopped.set()
-        self._thread.join(_END_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):

@@ -25,7 +25,7 @@ MemoryMb: TypeAlias = Annotated[int, Within(1, 1 << 20)]
 DEFAULT_MEMORY_MB = 192
 """Memory of a function in the paper."""
 log = logging.getLogger(__name__)
-_END_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 @final
@@ -190,11 +190,11 @@ class Executor:
             worker.end()
 
         # All threads together have this time to end.
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in busy_workers:
             thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
-                log.warning("%s did not end within %g s of the executor's", thread.name, _END_S)
+                log.warning("%s did not end within %g s of the executor's", thread.name, _CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Executor:
         return self
