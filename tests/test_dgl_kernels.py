@@ -5,7 +5,7 @@ import dgl.function as fn
 import pytest
 import torch
 
-from dglx_dist.internals.message_passing import correct_kernels
+from dglx_dist.internals.cpu_kernels import correct_kernels
 
 
 @pytest.mark.parametrize("how", ["max", "min", "sum"])

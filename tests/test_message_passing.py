@@ -18,7 +18,7 @@ from dgl.nn.pytorch import conv
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.internals import message_passing
+from dglx_dist.internals import message_passing, segments
 from dglx_dist.internals.message_passing import TorchIndex, create_block, gather_mm, place, segment_mm
 from tests.helpers.convolutions import CASES
 
@@ -29,7 +29,7 @@ DEVICE = torch.device(os.environ.get("DGLX_DEVICE") or "cpu")
 @pytest.fixture(autouse=True)
 def _torch_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DGLX_MESSAGE_PASSING", "torch")
-    monkeypatch.setattr(message_passing, "_PIECE", 50)  # gradients of weights in several pieces
+    monkeypatch.setattr(segments, "_PIECE", 50)  # gradients of weights in several pieces
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -39,7 +39,14 @@ from dglx_dist.comm.devices import AUTO, RankDevice, choose_backend, describe, i
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import JobStore, choose_listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints
-from dglx_dist.comm.stopping import SAME_INTERRUPT_S, SignalPipe, StopPoint, end_process, end_with_parent
+from dglx_dist.comm.stopping import (
+    SAME_INTERRUPT_S,
+    SignalPipe,
+    StopPoint,
+    call_at_fork,
+    end_process,
+    end_with_parent,
+)
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
@@ -335,10 +342,8 @@ def call_if_alive(method: Callable[[], None]) -> Callable[[], None]:
 # This is the only module-level state of the package, because user code calls dx.init() once and then names no
 # session. The package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
-# Function that starts a requested session that could not start yet.
 _LATER: list[Callable[[], Session]] = []
-
-
+"""Function that starts a requested session that could not start yet."""
 V = TypeVar("V")
 
 
@@ -426,12 +431,7 @@ class Session:
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
 
         atexit.register(self._at_exit)
-        self._fork_mask = threading.local()
-        os.register_at_fork(
-            before=call_if_alive(self._block_signals),
-            after_in_parent=call_if_alive(self._restore_signals),
-            after_in_child=call_if_alive(self._release_in_fork),
-        )
+        call_at_fork(call_if_alive(self._release_in_fork))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ConfigError, because a session and objects with a session cannot be pickled or copied."""
@@ -589,27 +589,17 @@ class Session:
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)
 
-    def _block_signals(self) -> None:
-        """Block signals on the thread that forks, because the forked process shares the parent's signal pipe.
-
-        A signal to the forked process would otherwise be written to the pipe and end the parent.
-        """
-        self._fork_mask.previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-
-    def _restore_signals(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._fork_mask.previous)
-
     def _release_in_fork(self) -> None:
         """Drop the session in a forked process. Connections stay open, because the parent uses them."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self._at_exit)
-            if self._watch is not None:
-                self._watch.close()
-            self._close_pipes(forked=True)
-            self.rpc.forget()
-            _CURRENT.clear()
-        self._restore_signals()
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._watch is not None:
+            self._watch.close()
+        self._close_pipes(forked=True)
+        self.rpc.forget()
+        _CURRENT.clear()
 
     def _wait_for_peers(self, store: JobStore) -> None:
         try:

@@ -31,6 +31,31 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def call_at_fork(release: Callable[[], None]) -> None:
+    """Call ``release`` in every process that is forked from now on, before signals can reach that process.
+
+    A forked process shares the pipe of :class:`SignalPipe` with its parent until it has released the pipe. A
+    signal to the forked process would be written there and end the parent.
+    """
+    masks = threading.local()
+
+    def block_signals() -> None:
+        masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+
+    def restore_signals() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.previous)
+
+    def release_and_restore_signals() -> None:
+        try:
+            release()
+        finally:
+            restore_signals()
+
+    os.register_at_fork(
+        before=block_signals, after_in_parent=restore_signals, after_in_child=release_and_restore_signals
+    )
+
+
 @final
 class SignalPipe:
     """Calls ``action`` with the number of a signal on a thread, even while the main thread is blocked.

@@ -25,8 +25,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import allocate_rows, make_column_info, torch_dtype, view_as_tensor
+from dglx_dist.internals.cpu_kernels import note_edge_order
 from dglx_dist.internals.graphs import Column, frames_by_type, replace_columns
-from dglx_dist.internals.message_passing import note_edge_order
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:

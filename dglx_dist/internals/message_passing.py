@@ -1,15 +1,11 @@
 """DGL's message passing in torch operations, for devices that DGL's own kernels do not serve.
 
-:func:`correct_kernels` corrects DGL's own kernels on CPUs. Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0,
-2.13.0 and 2.15.0.
-
 On a graph that :func:`place` has put on a device, DGL's operators (``update_all``, ``apply_edges``,
 ``edge_softmax``, ``dgl.ops``) run the functions of this module. On every other graph they run DGL's own
-kernels.
+kernels. Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0, 2.13.0 and 2.15.0.
 
-Each row of a result has one writer, which adds in the order of the edges. Only products with a sparse matrix
-leave the order to the device's library. No function waits for the device, except for the in-edges of some
-nodes, which DGL asks for in user-defined reductions.
+No function waits for the device, except for the in-edges of some nodes, which DGL asks for in user-defined
+reductions.
 
 Letters of shapes: S sources, D destinations, E edges, H heads, F features of a head.
 """
@@ -24,33 +20,34 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeVar
 
 import dgl
 import torch
-from dgl import DGLGraph, core, ndarray
+from dgl import DGLGraph, ndarray
 from dgl.backend.pytorch import sparse
 from dgl.base import ALL, is_all
 from dgl.frame import Column, Frame, LazyFeature
 from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
-from torch.amp.autocast_mode import _cast
-from torch.autograd import Function
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import Copy, ids_to_device
+from dglx_dist.internals.segments import (
+    Relation,
+    Rows,
+    Segments,
+    reduce_edges,
+    softmax,
+    sum_edges,
+    weighted_sum,
+)
 
 Graph = TypeVar("Graph", bound=Any)
 
-Rows: TypeAlias = Tensor | None
-"""(n, ...) rows of nodes or edges, or None if the operator does not read the operand."""
-
-_HALVES = (torch.float16, torch.bfloat16)
 _MAX_HEADS = 8
 """Maximum number of products with a sparse matrix for one sum. With more heads, messages are made."""
-_PIECE = 2**24
-"""Number of elements of rows that are gathered to edges at a time for gradients of weights."""
 _BLOCK_ROWS = 64
 """Number of rows that are multiplied by one matrix at a time in :func:`multiply_groups`."""
 
@@ -124,299 +121,6 @@ def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num
     block._graph = TorchIndex.from_relations(block._graph, (Relation(by_src, by_dst),), first.device)
     block._edge_frames = [Frame(num_rows=num_edges)]
     return block
-
-
-# Edges of a graph on the device.
-
-
-@final
-class Segments:
-    """The edges of each node, which is their source or their destination.
-
-    The edges are stored as :attr:`ends` or as :attr:`offsets_and_order`. The other form is computed and kept
-    when it is first read.
-    """
-
-    def __init__(
-        self,
-        num_nodes: int,
-        num_edges: int,
-        *,
-        ends: Tensor | None = None,
-        offsets_and_order: tuple[Tensor, Tensor | None] | None = None,
-    ) -> None:
-        self.num_nodes = num_nodes
-        self.num_edges = num_edges
-        # A cached property returns the value that the instance has under its name.
-        if ends is not None:
-            self.ends = ends
-        if offsets_and_order is not None:
-            self.offsets_and_order = offsets_and_order
-
-    @functools.cached_property
-    def offsets_and_order(self) -> tuple[Tensor, Tensor | None]:
-        """(N + 1,) offsets, and (E,) edge ids sorted by node. None if the edges are stored in that order."""
-        ends, order = torch.sort(self.ends, stable=True)
-        nodes = torch.arange(self.num_nodes + 1, dtype=ends.dtype, device=ends.device)
-        return torch.searchsorted(ends, nodes, out_int32=ends.dtype is torch.int32), order
-
-    @functools.cached_property
-    def ends_in_order(self) -> Tensor:
-        """(E,) node of each edge, sorted by node."""
-        offsets, _ = self.offsets_and_order
-        nodes = torch.arange(self.num_nodes, dtype=offsets.dtype, device=offsets.device)
-        return torch.repeat_interleave(nodes, offsets.diff(), output_size=self.num_edges)
-
-    @functools.cached_property
-    def ends(self) -> Tensor:
-        """(E,) node of each edge, in the order of edge ids."""
-        _, order = self.offsets_and_order
-        ordered = self.ends_in_order
-        return ordered if order is None else torch.empty_like(ordered).index_copy_(0, order.long(), ordered)
-
-    @property
-    def degrees(self) -> Tensor:
-        return self.offsets_and_order[0].diff()
-
-    def sort_by_node(self, rows: Tensor) -> Tensor:
-        """Sort the (E, ...) rows of edges, which are in the order of edge ids, by node."""
-        order = self.offsets_and_order[1]
-        return rows if order is None else rows.index_select(0, order)
-
-    def reduce(self, ordered: Tensor, how: str) -> Tensor:
-        """Reduce the rows of each node's edges.
-
-        Args:
-            ordered: (E, ...) rows of edges, sorted by node.
-            how: "sum", "max" or "min".
-
-        Returns:
-            (N, ...) rows of nodes. A node without edges has 0 for "sum", and an infinity otherwise.
-        """
-        if how == "sum" and ordered.dtype in _HALVES:
-            return self.reduce(ordered.float(), how).to(ordered.dtype)
-
-        row_shape = ordered.shape[1:]
-        matrix = ordered.reshape(self.num_edges, math.prod(row_shape)).contiguous()
-        offsets, _ = self.offsets_and_order
-        initial = 0 if how == "sum" else None
-        reduced = torch.segment_reduce(matrix, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
-        return reduced.reshape(self.num_nodes, *row_shape)
-
-    def find_edge_ids(self, nodes: Tensor) -> Tensor:
-        """Return the ids of all edges of ``nodes``, node by node.
-
-        This waits for the device, because the host does not know the number of edges.
-        """
-        offsets, order = self.offsets_and_order
-        counts = self.degrees[nodes.long()]
-        # Position of a node's first edge, less the number of edges of the nodes before it in the result.
-        shifts = offsets[nodes.long()] - (torch.cumsum(counts, 0) - counts)
-        shift_of_edge = torch.repeat_interleave(shifts, counts)
-        positions = shift_of_edge + torch.arange(len(shift_of_edge), device=shifts.device)
-        edge_ids = positions if order is None else order[positions.long()]
-        return edge_ids.to(offsets.dtype)
-
-
-@final
-class Relation:
-    """The edges of one type by both of their ends."""
-
-    def __init__(self, by_src: Segments, by_dst: Segments) -> None:
-        self.by_src, self.by_dst = by_src, by_dst
-
-    @functools.cached_property
-    def reverse(self) -> Relation:
-        return Relation(self.by_dst, self.by_src)
-
-    @functools.cached_property
-    def columns(self) -> Tensor:
-        """(E,) source of each edge, sorted by destination: the column indices of the (D, S) CSR matrix."""
-        return self.by_dst.sort_by_node(self.by_src.ends)
-
-    def gather_to_edges(self, rows: Tensor, target: str) -> Tensor:
-        """Return the (E, ...) rows of the sources "u" or destinations "v" of edges, or ``rows`` for "e"."""
-        if target == "e":
-            return rows
-        return gather(rows, self.by_src if target == "u" else self.by_dst)
-
-    def multiply(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the weighted rows of the sources over the in-edges of each destination.
-
-        Args:
-            rows: (S, H, F) rows of the sources.
-            weights: (E, H) weights in the order of edge ids. None means 1 for every edge.
-
-        Returns:
-            (D, H, F) sums.
-        """
-        sums = rows.new_empty(self.by_dst.num_nodes, *rows.shape[1:])
-        if not sums.numel() or rows.is_meta:
-            # Torch has no sparse product without data.
-            return sums
-
-        dtype = rows.dtype
-        if dtype in _HALVES and not _can_multiply_halves(rows):
-            dtype = torch.float32
-        rows = rows.to(dtype)
-
-        if weights is None:
-            ones = rows.new_ones(self.by_dst.num_edges)
-            return self._multiply_matrix(ones, rows.flatten(1)).view_as(sums).to(sums.dtype)
-        for head in range(rows.shape[1]):
-            values = self.by_dst.sort_by_node(weights[:, head]).to(dtype)
-            sums[:, head] = self._multiply_matrix(values, rows[:, head])
-        return sums
-
-    def _multiply_matrix(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Multiply the (D, S) matrix with the (E,) ``values``, sorted by destination, by (S, F) rows."""
-        shape = (self.by_dst.num_nodes, self.by_src.num_nodes)
-        offsets = self.by_dst.offsets_and_order[0]
-        matrix = torch.sparse_csr_tensor(offsets, self.columns, values, shape, check_invariants=False)
-        with torch.autocast(rows.device.type, enabled=False):
-            return matrix @ rows
-
-
-def _can_multiply_halves(rows: Tensor) -> bool:
-    if not rows.is_cuda:
-        # Torch has no sparse products in half precision on CPUs.
-        return False
-    has_bfloat16 = torch.cuda.get_device_capability(rows.device) >= (8, 0)
-    return has_bfloat16 or rows.dtype is torch.float16
-
-
-# Autograd functions, which are each other's derivatives.
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return rows.index_select(0, segments.ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _sum(grad, ctx.segments), None
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return segments.reduce(segments.sort_by_node(rows), "sum")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather(grad, ctx.segments), None
-
-
-class _Extreme(Function):
-    """Maximum or minimum over the edges of each node, separately for each column.
-
-    If several edges have the extreme value, the gradient goes to the first of them, as in DGL.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, segments: Segments, how: str) -> Tensor:
-        offsets, order = segments.offsets_and_order
-        num_edges = segments.num_edges
-        column_dims = (1,) * (rows.dim() - 1)
-        starts = offsets[:-1]
-        ordered = segments.sort_by_node(rows)
-        ends = segments.ends_in_order
-        extremes = segments.reduce(ordered, how)
-
-        # Index of each edge among the edges of its node. Floats hold it exactly up to 2**24 edges of a node.
-        ranks = torch.arange(num_edges, device=rows.device) - starts.index_select(0, ends)
-        ranks = ranks.float().view(num_edges, *column_dims)
-        is_extreme = ordered == extremes.index_select(0, ends)
-        first_ranks = segments.reduce(torch.where(is_extreme, ranks, math.inf), "min")
-
-        # A node without edges, or with NaN, has no extreme edge. Its gradient goes to an additional row.
-        has_edge = first_ranks < math.inf
-        positions = torch.where(has_edge, first_ranks, 0).long() + starts.long().view(-1, *column_dims)
-        edge_ids = torch.where(has_edge, positions, num_edges)
-        if order is not None:
-            edge_ids = torch.cat([order.long(), starts.long().new_full((1,), num_edges)])[edge_ids]
-        ctx.num_edges = num_edges
-        ctx.save_for_backward(edge_ids)
-        return torch.where(has_edge | extremes.isnan(), extremes, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (edge_ids,) = ctx.saved_tensors
-        row_grad = grad.new_zeros(ctx.num_edges + 1, *grad.shape[1:])
-        return row_grad.scatter(0, edge_ids, grad)[:-1], None, None
-
-
-class _WeightedSum(Function):
-    """Sum of the weighted rows of the sources over the in-edges, computed as a sparse product."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, relation: Relation) -> Tensor:
-        ctx.relation = relation
-        ctx.save_for_backward(None if weights is None else rows, weights)
-        return relation.multiply(rows, weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        rows, weights = ctx.saved_tensors
-        relation = ctx.relation
-        row_grad = None
-        weight_grad = None
-        if ctx.needs_input_grad[0]:
-            row_grad = _weighted_sum(grad, weights, relation.reverse)
-
-        if ctx.needs_input_grad[1]:
-            # Work in pieces, because the rows of all edges need far more memory than those of nodes.
-            num_edges = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
-            sources = relation.by_src.ends.split(num_edges)
-            destinations = relation.by_dst.ends.split(num_edges)
-            pieces: list[Tensor] = []
-            for src, dst in zip(sources, destinations, strict=True):
-                pieces.append((rows.index_select(0, src) * grad.index_select(0, dst)).sum(-1))
-            weight_grad = torch.cat(pieces)
-
-        return row_grad, weight_grad, None
-
-
-class _Softmax(Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, segments: Segments) -> Tensor:
-        wide = scores.float() if scores.dtype in _HALVES else scores
-        # Subtracting the maximum keeps the exponentials from overflowing.
-        maxima = segments.reduce(segments.sort_by_node(wide), "max")
-        exponentials = torch.exp(wide - maxima.index_select(0, segments.ends))
-        sums = segments.reduce(segments.sort_by_node(exponentials), "sum")
-        shares = (exponentials / sums.index_select(0, segments.ends)).to(scores.dtype)
-        ctx.segments = segments
-        ctx.save_for_backward(shares)
-        return shares
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (shares,) = ctx.saved_tensors
-        weighted_grad = shares * grad
-        sums = _sum(weighted_grad, ctx.segments)
-        return weighted_grad - shares * gather(sums, ctx.segments), None
-
-
-gather: Callable[[Tensor, Segments], Tensor] = _Gather.apply
-"""Function that copies the (N, ...) rows of nodes to their edges. It returns (E, ...) rows."""
-_sum: Callable[[Tensor, Segments], Tensor] = _Sum.apply
-_extreme: Callable[[Tensor, Segments, str], Tensor] = _Extreme.apply
-_weighted_sum: Callable[[Tensor, Rows, Relation], Tensor] = _WeightedSum.apply
-_softmax: Callable[[Tensor, Segments], Tensor] = _Softmax.apply
-
-
-def reduce_edges(rows: Tensor, segments: Segments, how: str) -> Tensor:
-    """Reduce the (E, ...) rows of each node's edges by "sum", "max" or "min".
-
-    Returns (N, ...) rows. A node without edges has 0.
-    """
-    if how == "sum":
-        return _sum(rows, segments)
-    return _extreme(rows, segments, how)
 
 
 # Operators with the arguments of DGL's autograd functions.
@@ -493,7 +197,7 @@ def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
         weights = weights.to(dtype).reshape(len(weights), num_heads)
     row_size = math.prod(lhs.shape[1:])
     rows = lhs.to(dtype).reshape(len(lhs), num_heads, row_size // num_heads)
-    sums = _weighted_sum(rows, weights, relation)
+    sums = weighted_sum(rows, weights, relation)
     return sums.reshape(len(sums), *lhs.shape[1:])
 
 
@@ -507,7 +211,7 @@ def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> 
     segments = (index.reverse() if norm_by == "src" else index).relations[0].by_dst
     if not is_all(eids):
         segments = Segments(segments.num_nodes, len(eids), ends=segments.ends[eids.long()])
-    return _softmax(scores, segments)
+    return softmax(scores, segments)
 
 
 def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: Rows) -> tuple[Rows, ...]:
@@ -567,7 +271,7 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
     for etypes in etypes_by_type.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
         all_scores = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
-        shares = _softmax(all_scores, _join_segments(segments))
+        shares = softmax(all_scores, _join_segments(segments))
         parts = torch.split(shares, [segment.num_edges for segment in segments])
         for etype, part in zip(etypes, parts, strict=True):
             out[etype] = part
@@ -821,7 +525,7 @@ _INDEX_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _TENSOR_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "SegmentReduce": lambda how, rows, offsets: reduce_edges(rows, _make_segments(rows, offsets), how),
-    "ScatterAdd": lambda rows, ends, count: _sum(rows, Segments(count, len(ends), ends=ends)),
+    "ScatterAdd": lambda rows, ends, count: sum_edges(rows, Segments(count, len(ends), ends=ends)),
     "SEGMENTMM": segment_mm,
     "GATHERMM": gather_mm,
 }
@@ -864,89 +568,3 @@ def _install_once() -> None:
     DGLGraph.out_degrees = _make_degrees("out_degrees", "by_src")
     # Torch warns once per process that its CSR tensors are new.
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-
-
-_DGL_CAST = sparse._cast_if_autocast_enabled
-_DGL_REDUCE = core.invoke_udf_reduce
-
-
-@functools.cache
-def correct_kernels() -> None:
-    """Correct DGL's operators on CPUs in this process.
-
-    - DGL casts the operands of its kernels under the autocast of CUDA, but not of CPUs. There a kernel gets
-      rows in bfloat16 from a linear layer, and edge weights or attention in float32, and refuses them.
-    - On a graph without edges, maxima and minima are zeros. DGL gives their gradient to node 0 (an error if
-      there is none), but it must be zero. A rank's block, or one relation of it, may have no edges although
-      the complete graph has some.
-    - A user-defined reduction, such as an LSTM, may depend on the order of a node's messages, and partitions
-      reorder edges. On blocks of :func:`note_edge_order` it uses the order of the source's list of edges.
-    """
-    sparse._cast_if_autocast_enabled = _cast_operands
-    sparse.GSpMM = SimpleNamespace(apply=functools.partial(_spmm_or_sum, sparse.GSpMM.apply))
-    core.invoke_udf_reduce = _reduce_in_order
-
-
-def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
-    """Remember that ``positions(ids, etype)`` returns positions of edges in the source's list.
-
-    The function is called for a user-defined reduction. It is not collective. A copy of the ids loses it.
-    """
-    for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
-        column = frame._columns.get(dgl.EID)
-        if column is not None:
-            column.data.positions = _Positions(functools.partial(positions, etype=etype))
-
-
-class _Positions:
-    """Positions of edges, read once on demand. Copies and saved objects have none."""
-
-    def __init__(self, find: Callable[[Tensor], Tensor]) -> None:
-        self._find = find
-        self._order: Tensor | None = None
-
-    def find_order(self, ids: Tensor) -> Tensor:
-        """Return the (E,) numbers of the edges ``ids`` in the order of the source's list."""
-        if self._order is None:
-            self._order = self._find(ids.cpu()).argsort(stable=True)
-        return self._order.to(ids.device)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-class _RenumberedGraph:
-    """A graph with other edge numbers, for the function that sorts edges by number."""
-
-    def __init__(self, graph: Any, numbers: Tensor) -> None:
-        self._graph, self._numbers = graph, numbers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._graph, name)
-
-    def in_edges(self, nodes: Any, form: str) -> Tensor:
-        return self._numbers[self._graph.in_edges(nodes, form=form).long()]
-
-
-def _reduce_in_order(graph: Any, function: Any, messages: Any, **options: Any) -> Any:
-    ids = graph.edata.get(dgl.EID)
-    positions = getattr(ids, "positions", None)
-    if positions is None:
-        return _DGL_REDUCE(graph, function, messages, **options)
-    order = positions.find_order(ids)
-    sorted_messages = {name: rows[order] for name, rows in messages.items()}
-    return _DGL_REDUCE(_RenumberedGraph(graph, order.argsort()), function, sorted_messages, **options)
-
-
-def _cast_operands(*operands: Any) -> Any:
-    if not torch.is_autocast_enabled("cpu"):
-        return _DGL_CAST(*operands)
-    floats = [rows for rows in operands if isinstance(rows, Tensor) and rows.is_floating_point()]
-    if len({rows.dtype for rows in floats}) > 1:
-        operands = _cast(operands, "cpu", torch.get_autocast_dtype("cpu"))
-    return _DGL_CAST(*operands)
-
-
-def _spmm_or_sum(stock: Any, index: Any, op: str, how: str, lhs: Any, rhs: Any) -> Any:
-    # Without edges, a sum has the right gradient.
-    return stock(index, op, how if index.num_edges(0) else "sum", lhs, rhs)

@@ -21,7 +21,7 @@ from dglx_dist.comm.session import Session, SessionField, call_if_alive, start_s
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS, EpochLoader
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
-from dglx_dist.internals.message_passing import correct_kernels
+from dglx_dist.internals.cpu_kernels import correct_kernels
 from dglx_dist.internals.pytorch import leave_to_python, remove_hooks_without_owner
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO, Registry

@@ -23,8 +23,9 @@ from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_na
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.internals.cpu_kernels import correct_kernels, note_edge_order
 from dglx_dist.internals.graphs import get_block_parts
-from dglx_dist.internals.message_passing import correct_kernels, note_edge_order, place
+from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.tracer import MODEL_ERRORS, preserve_state, random_block, trace_calls
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array

@@ -16,7 +16,7 @@ from torch import nn
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.internals.message_passing import correct_kernels
+from dglx_dist.internals.cpu_kernels import correct_kernels
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.exchange import add_in_order
 from tests.helpers import wide

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.cpu_kernels import note_edge_order
 from dglx_dist.internals.graphs import (
     ALL,
     InEdgesOnlyGraph,
@@ -28,7 +29,7 @@ from dglx_dist.internals.graphs import (
     pass_messages,
     set_frame,
 )
-from dglx_dist.internals.message_passing import note_edge_order, place
+from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import current_function_mode, plain_tensors, replace_floats
 from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange

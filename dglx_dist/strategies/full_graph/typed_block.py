@@ -13,6 +13,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.cpu_kernels import note_edge_order
 from dglx_dist.internals.graphs import (
     ALL,
     BlockTypes,
@@ -22,7 +23,6 @@ from dglx_dist.internals.graphs import (
     is_all,
     reduce_over_types,
 )
-from dglx_dist.internals.message_passing import note_edge_order
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.full_graph.graph_types import TypedLayer
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, complete_rows, list_sources

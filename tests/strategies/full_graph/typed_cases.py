@@ -21,7 +21,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.internals.message_passing import correct_kernels
+from dglx_dist.internals.cpu_kernels import correct_kernels
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs, _merge_types, _split_by_type
