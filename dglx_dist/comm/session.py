@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,6 +43,7 @@ from dglx_dist.comm.stopping import (
     SignalPipe,
     StopPoint,
     call_at_fork,
+    call_if_alive,
     end_process,
     end_with_parent,
 )
@@ -182,7 +182,9 @@ class FailureWatch:
         if sys.excepthook == self._report_exception:
             sys.excepthook = self._previous_hook
 
-    def describe(self, activity: str, probe_s: float = _PROBE_TIMEOUT_S) -> str:
+    def describe(
+        self, activity: str, probe_s: float = _PROBE_TIMEOUT_S, *, compares_collectives: bool = True
+    ) -> str:
         """Explain why ``activity`` cannot continue: failed ranks, silent ranks, or different collectives."""
         own_rank = self._store.rank
         peers = [rank for rank in range(self._store.world_size) if rank != own_rank]
@@ -208,7 +210,7 @@ class FailureWatch:
 
         if not reasons:
             reasons = [f"{self._describe_rank(rank)} has ended" for rank in ended]
-        if not reasons:
+        if not reasons and compares_collectives:
             # All ranks are alive, so they are in different collectives.
             reasons = self._describe_collectives(statuses)
         return f"{activity}: " + ("; ".join(reasons) or "no rank is known to have ended")
@@ -322,21 +324,6 @@ def _remove_abandoned(base: Path) -> None:
         with contextlib.suppress(OSError), try_lock(folder / _LOCK) as is_free:
             if is_free:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def call_if_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls the bound ``method`` while its object exists.
-
-    The function holds only a weak reference to the object.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        bound_method = reference()
-        if bound_method is not None:
-            bound_method()
-
-    return call
 
 
 # This is the only module-level state of the package, because user code calls dx.init() once and then names no
@@ -570,7 +557,8 @@ class Session:
     def _end(self, signal_number: int, activity: str) -> None:
         """Log ``activity`` with the state of the other ranks, and end the process."""
         if self._watch is not None:
-            activity = self._watch.describe(activity, _PROBE_AT_END_TIMEOUT_S)
+            # A signal may arrive while ranks are rightly at different places.
+            activity = self._watch.describe(activity, _PROBE_AT_END_TIMEOUT_S, compares_collectives=False)
         log.error("%s", activity)
         sys.stdout.flush()
         sys.stderr.flush()

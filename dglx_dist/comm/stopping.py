@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -29,6 +30,21 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if take_parent() not in (None, os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def call_if_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls the bound ``method`` while its object exists.
+
+    The function holds only a weak reference to the object.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound_method = reference()
+        if bound_method is not None:
+            bound_method()
+
+    return call
 
 
 def call_at_fork(release: Callable[[], None]) -> None:

@@ -401,7 +401,10 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
     if ids.dtype == np.uint8 and ids.ndim == 1:
         ids = _read_bytes(ids, count, what, is_tensor=isinstance(index, Tensor))
     if ids.ndim != 1:
-        raise IndexError(f"{what} is indexed with an array of shape {ids.shape}. Use one dimension.")
+        raise IndexError(
+            f"{what} is indexed with an array of shape {ids.shape}. Use one dimension, such as "
+            "ids.squeeze(1) after nonzero()."
+        )
     if ids.dtype == np.bool_:
         if len(ids) != count:
             raise IndexError(f"{what} has {count} rows but the mask has {len(ids)} elements")

@@ -73,11 +73,11 @@ _PLAN_COLUMNS = (
 _OF_TRIALS = ("from", "to")
 _OF_PLANS = ("compute", "network")
 _PLAN_LEGEND = (
-    "s: seconds of an epoch. {seconds}. bytes: payload of an epoch between servers and inside of them, "
-    "counted, or expected with ~. memory: peak of a rank on the host, and on its GPU. exact: the same "
-    "weights as one process on the same batches. group_size: ranks that share the columns of the features. "
-    "hops: layers whose rows are fetched once. batches: pieces of an epoch. cache: policy and share of own "
-    "nodes."
+    "s: seconds of an epoch without evaluations. {seconds}. bytes: payload of an epoch between servers and "
+    "inside of them, counted, or expected with ~. memory: peak of a rank on the host, and on its GPU. "
+    "exact: the same weights as one process on the same batches. group_size: ranks that share the columns of "
+    "the features. hops: layers whose rows are fetched once. batches: pieces of an epoch. cache: policy and "
+    "share of own nodes."
 )
 _SECONDS_OF_TRIALS = "They are the median of the timed turns, and the fastest and slowest one"
 _SECONDS_OF_PLANS = "They are computing time of one process here, and bytes divided by the links' bandwidth"
@@ -424,9 +424,17 @@ def _format_cell(value: object, *names: str) -> str:
     return format_count(value) if abs(value) >= 100 else f"{value:g}"
 
 
+_PARTS_LEGEND = (
+    "edge cut: share of edges between different parts. halo nodes: nodes of other parts that in-edges of "
+    "this part start from. halo factor: halo nodes divided by own nodes. remote in-edges: share of in-edges "
+    "from other parts. replication factor: copies of a node, on average, if every part stored its halo. "
+    "balance: the largest part divided by the mean of all parts; 1 is best."
+)
+
+
 def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     """Return a table with one row per part and the given columns of one value per part."""
-    table = _build_table(["part", *columns])
+    table = _build_table(["part", *columns], _PARTS_LEGEND)
     for part, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(part), *map(str, values))
     return table

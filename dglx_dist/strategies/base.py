@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, SessionField, call_if_alive, start_session
+from dglx_dist.comm.session import Session, SessionField, start_session
+from dglx_dist.comm.stopping import call_if_alive
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS, EpochLoader
 from dglx_dist.errors import ConfigError, DglxError, shorten_list

@@ -303,6 +303,22 @@ def test_handler_that_the_user_sets_later_is_left_alone() -> None:
     assert run_ranks(_own_handler_later, 2) == [[True, True]] * 2
 
 
+def _sigterm_while_others_compute() -> None:
+    session = start_session(timeout_s=60)
+    barrier(session, "ready")
+    if session.topology.rank == 1:
+        threading.Event().wait(8)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    barrier(session, "rank 1 is not here yet")
+
+
+def test_rank_that_is_told_to_end_does_not_blame_a_rank_that_computes() -> None:
+    outcomes = start_ranks(_sigterm_while_others_compute, 2)
+    assert outcomes[0].exitcode == 128 + signal.SIGTERM
+    assert "rank 0 was told to end (SIGTERM): no rank is known to have ended" in outcomes[0].output
+    assert "computes" not in outcomes[0].output
+
+
 def _taken_wakeup() -> None:
     session = start_session(timeout_s=60)
     barrier(session, "ready")
