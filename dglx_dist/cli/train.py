@@ -196,7 +196,7 @@ def check_before_launch(config: TrainConfig) -> None:
     manifest = read_manifest(Path(config.data))
     for etype_name in config.target:
         resolve_etype(etype_name, manifest.edge_types)
-    if strategy == AUTO:
+    if strategy == AUTO and config.task != LINK:
         check_choosable(manifest, config.data)
 
     num_parts = manifest.num_parts
@@ -217,7 +217,7 @@ def _check_strategy(config: TrainConfig, strategy: str) -> None:
 
     options = {**read_settings().options, **config.strategy_options}
     if strategy == AUTO:
-        # The configuration refuses auto for links, and auto compares only strategies that can run.
+        # The choice compares only strategies that support the task.
         read_auto_options(options)
         return
 

@@ -34,6 +34,7 @@ from dglx_dist.layers.tracer import preserve_state, random_block
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import select_common_fields
 from dglx_dist.planner.auto import Training, default_batch_size, default_fanouts, resolve
+from dglx_dist.planner.trials import LinkTrial
 from dglx_dist.planner.workload import check_choosable
 from dglx_dist.progress import say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
@@ -102,17 +103,29 @@ def _resolve_auto(
     if plan.strategy != AUTO:
         return plan, None
 
-    assert isinstance(target, str), "auto compares batches of nodes"
+    assert not isinstance(target, TemporalLinks), "the configuration refuses auto for links over time"
+    ntype = None
+    links = None
+    if isinstance(target, str):
+        ntype = target
+    else:
+        links = LinkTrial(
+            targets=target.targets,
+            task=_make_link_task(plan, inputs),
+            negatives=plan.negatives,
+            has_encoder=plan.model != NO_ENCODER,
+            num_edges=count_marked(g, target.targets, SPLITS[0]),
+        )
     training = Training(
         num_layers=plan.layers,
         kind=None if plan.model_file else plan.model,
-        ntype=target,
+        ntype=ntype,
         own_loop=needs_own_loop(plan) is not None,
         **select_common_fields(plan, Training),
     )
     folder = Path(plan.out)
     checkpoints = folder / CHECKPOINTS if plan.resume else None
-    candidate, choice = resolve(module, g, training, checkpoints, inputs)
+    candidate, choice = resolve(module, g, training, checkpoints, inputs, links)
     # A resumed run keeps the choice that it has written before.
     choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
 
@@ -120,8 +133,9 @@ def _resolve_auto(
     if candidate.cache is not None:
         plan = replace(plan, cache=candidate.cache, cache_alpha=candidate.cache_alpha)
     if default_batch_size(candidate.strategy) is None:
-        # Steps take the whole graph. These options were for the mini-batches in the comparison.
-        plan = replace(plan, fanouts=None, batch_size=None)
+        # Steps take the whole graph. These options were for the mini-batches in the comparison. Batches of
+        # edges exist under every strategy.
+        plan = replace(plan, fanouts=None, batch_size=None if links is None else plan.batch_size)
     return plan, choice_json
 
 
@@ -726,7 +740,7 @@ def _fit(
         options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
     else:
         loading["loader"] = _make_link_loader(plan, g, target, inputs)
-        options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
+        options["task"] = _make_link_task(plan, inputs)
         options["evaluate"] = target
 
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
@@ -750,6 +764,10 @@ def _list_loader_options(plan: TrainConfig, **options: Any) -> dict[str, Any]:
     if plan.loader_threads is not None:
         options["num_threads"] = plan.loader_threads
     return options
+
+
+def _make_link_task(plan: TrainConfig, inputs: EntityInputs | None) -> LinkPrediction:
+    return LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
 
 
 def _make_link_loader(

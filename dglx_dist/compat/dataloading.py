@@ -90,12 +90,12 @@ class DistDataLoader(_Epochs):
         self._for_inference = not torch.is_grad_enabled()
 
         # The schedule of this rank, and the common one after the ranks iterate together.
-        self._own = Schedule.from_counts([len(dataset)], self.batch_size, self.drop_last, rank=0)
-        self._common: Schedule | None = None
+        self._own_schedule = Schedule.from_counts([len(dataset)], self.batch_size, self.drop_last, rank=0)
+        self._common_schedule: Schedule | None = None
 
     @property
     def expected_idxs(self) -> int:
-        return self._own.num_steps
+        return self._own_schedule.num_steps
 
     def __len__(self) -> int:
         return self._schedule().num_steps
@@ -106,12 +106,15 @@ class DistDataLoader(_Epochs):
         return super().__iter__()
 
     def _batches(self) -> Iterator[Any]:
+        """Yield the batches, and tell the session the share of each batch in its step."""
         order = self._order
         schedule = self._schedule()
-        weight = 1
-        if schedule is self._own:
-            # DistributedDataParallel weighs ranks equally, however many items each has.
-            weight = self._session.topology.world_size
+        # With a common schedule, gradients are weighted by the number of items. A rank that iterates on its
+        # own trains under DistributedDataParallel, which takes the mean over ranks. Then each rank has the
+        # same share of the step, so the items of the step are its own times the number of ranks.
+        num_equal_ranks = 1
+        if schedule is self._own_schedule:
+            num_equal_ranks = self._session.topology.world_size
 
         def build_batch(step: int) -> Any:
             positions = order[schedule.slice_seeds(step)].tolist()
@@ -119,12 +122,13 @@ class DistDataLoader(_Epochs):
 
         steps = range(schedule.num_steps)
         depth = max(self.queue_size, 1)
-        num_threads = int(self.queue_size > 0)
+        num_threads = 1 if self.queue_size > 0 else 0
         try:
             batches = run_ahead(build_batch, steps, depth=depth, num_threads=num_threads)
             for step, batch in zip(steps, batches, strict=True):
                 share = schedule.share(step)
-                self._session.step_share = replace(share, num_global=share.num_global * weight)
+                num_global = share.num_global * num_equal_ranks
+                self._session.step_share = replace(share, num_global=num_global)
                 yield batch
         finally:
             self._session.step_share = None
@@ -132,13 +136,13 @@ class DistDataLoader(_Epochs):
     def _schedule(self) -> Schedule:
         """Return the items of each step. The first call after a model was wrapped is collective."""
         if self._for_inference or not self._session.has_wrapped_model:
-            return self._own
-        if self._common is None:
+            return self._own_schedule
+        if self._common_schedule is None:
             counts = gather_counts([len(self.dataset)], self.batch_size, self.drop_last, self._session)
             sizes = counts[:, 0].tolist()
             rank = self._session.topology.rank
-            self._common = Schedule.from_counts(sizes, self.batch_size, self.drop_last, rank)
-        return self._common
+            self._common_schedule = Schedule.from_counts(sizes, self.batch_size, self.drop_last, rank)
+        return self._common_schedule
 
 
 def _to_python(item: Any) -> Any:

@@ -295,8 +295,8 @@ class EdgeStream:
     num_destinations: int
 
     @property
-    def record(self) -> np.dtype[np.void]:
-        """Dtype of one edge in a bucket."""
+    def record_dtype(self) -> np.dtype[np.void]:
+        """Dtype of an edge: its ends and its columns. Names of columns may clash, so fields are numbered."""
         fields: list[Any] = [
             ("destination", id_dtype(self.num_destinations)),
             ("source", id_dtype(self.num_sources)),
@@ -351,7 +351,7 @@ def sort_edges(
         ConfigError: a slot takes more than five times ``budget.bucket`` bytes.
     """
     ranks = ranks or Ranks()
-    record = edges.record
+    record = edges.record_dtype
     largest_field = max(record[name].itemsize for name in record.names or ())
     edge_bytes = record.itemsize + _KEY_BYTES + largest_field
     width = max(_divide_up(edges.num_destinations, _SLOTS), 1)
@@ -440,12 +440,12 @@ def _write_buckets(
     advance: Callable[[int], None],
 ) -> BucketFiles:
     """Write the edges of the buckets in ``bucket_range`` to files. ``starts`` has the first destinations."""
-    buckets = BucketFiles(folder, edges.record)
+    buckets = BucketFiles(folder, edges.record_dtype)
     owns_all = len(bucket_range) == len(starts)
     column_chunks = [column.rows(step) for column in edges.columns]
     chunks = zip(edges.sources(step), edges.destinations(step), *column_chunks, strict=True)
     for sources, destinations, *columns in chunks:
-        records = np.empty(len(sources), edges.record)
+        records = np.empty(len(sources), edges.record_dtype)
         records["source"] = sources
         records["destination"] = destinations
         for i, rows in enumerate(columns):

@@ -32,40 +32,45 @@ class UserColumns:
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:
-        # The columns of each node and edge type by name. These references do not keep a column alive.
-        self._columns: dict[Any, dict[str, weakref.ref[Tensor]]] = {}
+        self._references: dict[Any, dict[str, weakref.ref[Tensor]]] = {}
+        """References to the columns of each node and edge type by name. They keep no column alive."""
         self._kept: list[Tensor] = []
         for type_name, frame in frames_by_type(graph):
             values_by_name = {name: frame[name] for name in frame}
-            self._columns[type_name] = {name: weakref.ref(v) for name, v in values_by_name.items()}
+            self._references[type_name] = {name: weakref.ref(v) for name, v in values_by_name.items()}
             self._kept += [values for values in values_by_name.values() if values.dim() == 1]
 
     def check_seeds(self, g: DistGraph, seeds: Any, item: Literal["node", "edge"]) -> None:
-        """Raise ConfigError if ``seeds`` are the ids of a mask in the numbering of the script."""
-        counts: dict[Any, int] = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        frames: Any = g.nodes
+        """Raise ConfigError if ``seeds`` are ids from before ``dx.distribute``, which renumbers the graph.
+
+        That is certain if the seeds are the ids of a mask of the script, but not those of the same mask of
+        the distributed graph.
+        """
+        counts: dict[Any, int]
+        frames: Any
         if item == "edge":
             counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
             frames = g.edges
+        else:
+            counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+            frames = g.nodes
 
         for type_name, ids in group_by_type(seeds, counts, item).items():
-            for name, reference in self._columns.get(type_name, {}).items():
-                mask = reference()
-                if mask is None or not _is_mask_of(mask, ids):
+            for name, reference in self._references.get(type_name, {}).items():
+                script_mask = reference()
+                if script_mask is None or not _is_mask_of(script_mask, ids):
                     continue
-                # Ids of this graph are in the mask of this graph.
-                new_mask = frames[type_name].data[name]
-                if not new_mask[torch.from_numpy(ids)].all():
+                renumbered_mask = frames[type_name].data[name]
+                if not renumbered_mask[torch.from_numpy(ids)].all():
                     raise ConfigError(
-                        f"the {len(ids)} {item}s to train on are the ids of the mask {name!r} "
-                        f"before dx.distribute, but dx.distribute renumbers the {item}s. Pass "
-                        f"dx.{item}_split of that column of the distributed graph, or "
-                        "g.new_ids(indices)."
+                        f"the {len(ids)} {item}s to train on are the ids of the mask {name!r} before "
+                        f"dx.distribute, but dx.distribute renumbers the {item}s. Pass dx.{item}_split(mask) "
+                        f"with the mask {name!r} of the distributed graph, or g.new_ids(indices)."
                     )
 
     def find_name(self, values: Tensor) -> str | None:
         """Return the name of the column with the rows of ``values``, or None if there is none."""
-        for columns in self._columns.values():
+        for columns in self._references.values():
             for name, reference in columns.items():
                 column = reference()
                 if column is not None and _is_same_column(column, values):

@@ -274,7 +274,14 @@ class DistTensor(Shared):
 
     @classmethod
     def from_existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
-        """Return the tensor called ``name`` that the store of ``policy`` has under ``key``."""
+        """Return a handle of a tensor that exists already.
+
+        Args:
+            policy: Policy of its rows.
+            name: Name that it gets.
+            key: Name of its column in the store.
+        """
+        # The constructor would create a tensor, which is collective.
         tensor = cls.__new__(cls)
         tensor.part_policy = policy
         tensor._name = name
@@ -619,11 +626,11 @@ class DataView(MutableMapping[str, DistTensor]):
         return DistTensor.from_existing(self._policy, name, key)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
-        """Give an existing tensor a name on this rank. Call it on every rank that will look it up."""
+        """Give an existing tensor a name on this rank. Other ranks know the name if they set it, too."""
         if not isinstance(value, DistTensor):
             raise ConfigError(
-                f"{name!r} would be a {type(value).__name__} of this rank only. Make a "
-                "DistTensor with part_policy= and write the rows: t[ids] = rows."
+                f"{name!r} must be a DistTensor, because other ranks cannot read a {type(value).__name__} of "
+                "this rank. Create t = dx.DistTensor(..., part_policy=...), and write rows by t[ids] = rows."
             )
         num_rows = self._policy.get_size()
         if len(value) != num_rows:

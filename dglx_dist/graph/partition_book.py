@@ -40,13 +40,17 @@ class RowOwners:
 
     @cached_property
     def starts(self) -> Array:
-        """(W + 1,) int64 starts. Rank r owns the rows ``starts[r]:starts[r + 1]``."""
+        """(W + 1,) int64 first row of each of the W ranks, and the number of rows.
+
+        Rank r owns the rows ``starts[r]:starts[r + 1]``. The ranks of a server share its rows evenly.
+        """
         starts = []
         for server in range(self._topology.num_servers):
-            first = int(self._bounds[server])
-            num_rows = int(self._bounds[server + 1]) - first
+            first_row = int(self._bounds[server])
+            num_rows = int(self._bounds[server + 1]) - first_row
             num_ranks = len(self._topology.ranks_of_server(server))
-            starts += [first + num_rows * i // num_ranks for i in range(num_ranks)]
+            for local_rank in range(num_ranks):
+                starts.append(first_row + (num_rows * local_rank) // num_ranks)
         return np.array([*starts, self._bounds[-1]], dtype=np.int64)
 
     def find_rank(self, ids: Array) -> Array:

@@ -492,7 +492,7 @@ def _find_distinct(ids: Array, positions: Array, index_of_position: Array) -> An
     return distinct_ids[:num_distinct].copy()
 
 
-HALF = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 """Dtypes with rows that are added in float32 and rounded once, to nearest even."""
 
 
@@ -508,42 +508,50 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
     """
     if len(plan.positions) == len(plan.ids):
         return take_rows(rows, plan.positions)
-    wide_rows = _widen(rows, info)
+    wide_rows = _widen_from_half(rows, info)
     sums = np.empty((len(plan.ids), *rows.shape[1:]), wide_rows.dtype)
     if sums.size:
         flat_rows = wide_rows.reshape(len(wide_rows), -1)
         _sum(flat_rows, plan.starts, plan.positions, sums.reshape(len(sums), -1))
-    return _round(sums, info)
+    return _round_to_half(sums, info)
 
 
-def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
-    """Add ``rows[k]`` to ``target[ids[k] - first]``. Only one thread may add to a row at a time.
+def add_rows(target: Array, first_id: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
+    """Add ``rows[k]`` to the row of ``target`` with the id ``ids[k]``.
 
-    The (K,) int64 ``ids`` must be distinct. Ids that have no row in ``target`` are skipped.
+    Only one thread may add to a row at a time.
+
+    Args:
+        target: (N, ...) rows of the ids from ``first_id`` to ``first_id + N - 1``.
+        ids: (K,) distinct int64 ids. Ids without a row in ``target`` are skipped.
+        rows: (K, ...) rows of the dtype of ``target``.
+        info: Dtype of the column.
     """
-    is_present = (ids >= first) & (ids < first + len(target))
+    is_present = (ids >= first_id) & (ids < first_id + len(target))
     if not is_present.all():
-        ids, rows = ids[is_present], rows[is_present]
+        ids = ids[is_present]
+        rows = rows[is_present]
     if rows.size == 0:
         return
-    if info.dtype not in HALF:
-        _add(target.reshape(len(target), -1), first, ids, rows.reshape(len(rows), -1))
+    if info.dtype not in HALF_DTYPES:
+        _add(target.reshape(len(target), -1), first_id, ids, rows.reshape(len(rows), -1))
         return
 
+    # NumPy has no bfloat16, and sums in half precision are rounded from float32.
     old_rows = np.empty_like(rows)
-    gather_rows(target, first, ids, old_rows)
-    sums = _widen(old_rows, info) + _widen(rows, info)
-    scatter_rows(_round(sums, info), target, first, ids)
+    gather_rows(target, first_id, ids, old_rows)
+    sums = _widen_from_half(old_rows, info) + _widen_from_half(rows, info)
+    scatter_rows(_round_to_half(sums, info), target, first_id, ids)
 
 
-def _widen(rows: Array, info: ColumnInfo) -> Array:
+def _widen_from_half(rows: Array, info: ColumnInfo) -> Array:
     """Return rows of float16 or bfloat16 in float32, and other rows unchanged."""
-    return view_as_tensor(rows, info).float().numpy() if info.dtype in HALF else rows
+    return view_as_tensor(rows, info).float().numpy() if info.dtype in HALF_DTYPES else rows
 
 
-def _round(sums: Array, info: ColumnInfo) -> Array:
-    """Undo :func:`_widen`. Values are rounded to nearest even."""
-    if info.dtype not in HALF:
+def _round_to_half(sums: Array, info: ColumnInfo) -> Array:
+    """Undo :func:`_widen_from_half`. Values are rounded to nearest even."""
+    if info.dtype not in HALF_DTYPES:
         return sums
     wide_info = ColumnInfo(dtype="float32", row_shape=info.row_shape)
     return view_as_numpy(view_as_tensor(sums, wide_info).to(torch_dtype(info.dtype)))

@@ -157,8 +157,12 @@ def rows_from_wire(
     )
 
 
-def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
-    """Return all in-edges of the (k,) int64 ``nodes``, for each node ascending by edge id."""
+def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", exclude: Array = NO_EDGES) -> InEdges:
+    """Return all in-edges of the (k,) int64 ``nodes``, for each node ascending by edge id.
+
+    This is a draw of all edges, so ``exclude`` must be empty.
+    """
+    assert not len(exclude), "a draw of all in-edges cannot leave edges out"
     rows = nodes - shard.first_node
     starts = shard.indptr[rows]
     degrees = shard.indptr[rows + 1] - starts
@@ -329,15 +333,22 @@ class Structure:
         return self._draws[op]
 
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        """Return the in-edges that ``draw`` returns for the local ones of ``nodes``."""
+        """Draw in-edges of the nodes that are on this server. Return one piece per shard that has any.
+
+        ``nodes`` are the (K,) ids, or (R, K) rows of numbers with the ids first. ``parameters`` and
+        ``exclude`` are passed to ``draw``.
+        """
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
-            if len(positions):
-                is_complete = len(positions) == nodes.shape[-1]
-                local_nodes = nodes if is_complete else np.ascontiguousarray(nodes[..., positions])
-                edges = draw(shard, local_nodes, parameters, exclude)
-                starts = np.arange(len(positions) + 1)
-                pieces.append(Piece(edges=edges, starts=starts, positions=positions))
+            if not len(positions):
+                continue
+            local_nodes = nodes
+            if len(positions) < nodes.shape[-1]:
+                local_nodes = np.ascontiguousarray(nodes[..., positions])
+            edges = draw(shard, local_nodes, parameters, exclude)
+            # Here every node is asked for once. Pieces of other servers may answer several positions.
+            starts = np.arange(len(positions) + 1)
+            pieces.append(Piece(edges=edges, starts=starts, positions=positions))
         return pieces
 
     def _find_local_nodes(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:

@@ -560,11 +560,12 @@ def install() -> None:
 
 @functools.cache
 def _install_once() -> None:
+    """Replace the functions and methods of DGL in this process."""
     for name in (*_INDEX_FUNCTIONS, *_TENSOR_FUNCTIONS):
         setattr(sparse, name, _make_dispatcher(name))
     DGLGraph.device = property(_device)
     DGLGraph.to = _to
     DGLGraph.in_degrees = _make_degrees("in_degrees", "by_dst")
     DGLGraph.out_degrees = _make_degrees("out_degrees", "by_src")
-    # Torch warns once per process that its CSR tensors are new.
+    # The warning would appear in every script, although its user has not asked for CSR tensors.
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")

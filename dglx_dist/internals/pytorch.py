@@ -153,11 +153,8 @@ def ids_on_host(ids: Tensor) -> Tensor:
 
 
 def to_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Return ``rows`` of host memory on ``device``, copied on the current stream.
-
-    Does not wait for the GPU.
-    """
+    """Copy ``rows`` from host memory to ``device`` on the current stream, without waiting for a GPU."""
     if device.type == "cuda":
-        # torch keeps the page-locked copy until it is read.
+        # Torch keeps the page-locked copy alive until the GPU has read it.
         return rows.pin_memory().to(device, non_blocking=True)
     return rows.to(device)

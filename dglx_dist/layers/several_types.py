@@ -361,19 +361,22 @@ def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) 
 
 
 def _check_relation(relation: SplitRelation, name: str, *, all_cut: bool) -> None:
-    """Raise ConfigError if the stages need something that other parts do not have."""
+    """Raise ConfigError if the convolution of ``relation`` needs rows that a part does not have.
+
+    ``all_cut`` tells whether the features of both ends are cut by columns.
+    """
     stages = relation.stages
     etype = relation.etype
     if not all_cut and stages.ends != "apart":
         raise ConfigError(
-            f"{name} of {etype} reads both ends together, but only one has features, so parts would need the "
-            "rows of the other. Use SAGEConv with aggregator mean or GraphConv for it, or "
+            f"{name} of {etype} combines the rows of sources and destinations, but only one of these node "
+            "types has features. Use GraphConv, or SAGEConv with the aggregator mean, for this edge type, or "
             "strategy='data_parallel'."
         )
 
-    has_own_edges = type(stages).own_edges is not SplittableConv.own_edges
-    if stages.required_edges or has_own_edges:
+    overrides_edges = type(stages).own_edges is not SplittableConv.own_edges
+    if stages.required_edges or overrides_edges:
         raise ConfigError(
-            f"{name} of {etype} needs values of edges, which push_pull does not send for several edge types. "
+            f"{name} of {etype} needs edge values, which push_pull does not send for several edge types. "
             "Use another convolution, or strategy='data_parallel'."
         )

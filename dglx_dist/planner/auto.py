@@ -28,7 +28,7 @@ from dglx_dist.planner.costs.base import TypedFeatures
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
 from dglx_dist.planner.model_shape import describe_relational, infer_shape, measure_parameters
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, ModelShape
-from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
+from dglx_dist.planner.trials import LinkTrial, TrialConfig, fill_cache, leave_unchanged, run_trials
 from dglx_dist.planner.workload import check_choosable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
@@ -57,6 +57,10 @@ _NO_BATCHES = (
 _NOT_COUNTED = (
     "bytes and memory are not counted for a model of your own on several types, so candidates are compared "
     "by trials only, and no formula keeps them within the memory"
+)
+_EDGES_NOT_COUNTED = (
+    "bytes and memory are not counted for training on edges, so candidates are compared by trials only, and "
+    "no formula keeps them within the memory"
 )
 
 
@@ -194,6 +198,7 @@ def resolve(
     training: Training,
     checkpoints: str | Path | None,
     inputs: EntityInputs | None = None,
+    links: LinkTrial | None = None,
 ) -> tuple[Candidate, Choice | None]:
     """Give the session the strategy of the newest checkpoint, or choose one. Every rank must call this.
 
@@ -209,7 +214,7 @@ def resolve(
     if checkpoints is not None:
         extra = checkpoint.read_extra(checkpoints)
     if extra is None:
-        choice = choose_in_job(model, g, training, inputs)
+        choice = choose_in_job(model, g, training, inputs, links)
         return choice.predictions[choice.picked].candidate, choice
 
     candidate = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
@@ -259,12 +264,22 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
 
 
 def choose_in_job(
-    model: nn.Module, g: DistGraph, training: Training, inputs: EntityInputs | None = None
+    model: nn.Module,
+    g: DistGraph,
+    training: Training,
+    inputs: EntityInputs | None = None,
+    links: LinkTrial | None = None,
 ) -> Choice:
     """Choose a strategy and set it as the strategy of the session. Every rank must call this.
 
-    ``inputs`` are the input rows of the run on a graph of several types. Rank 0 prints the choice and its
-    reason. Raises ConfigError if no strategy can be chosen, or the ranks have different options or models.
+    Rank 0 prints the choice and its reason.
+
+    Args:
+        inputs: Input rows of the run on a graph of several types, or of a training on edges.
+        links: Training on edges. None: the training is on nodes.
+
+    Raises:
+        ConfigError: no strategy can be chosen, or the ranks have different options or models.
     """
     session = g.session
     if session.strategy != AUTO:
@@ -277,14 +292,15 @@ def choose_in_job(
     remedy = "strategy 'auto' needs the same options on every rank"
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
     check_same_model(model, session)
-    check_choosable(g.dataset.manifest, str(g.dataset.folder), training.ntype)
-    if g.is_homogeneous:
+    if links is None:
+        check_choosable(g.dataset.manifest, str(g.dataset.folder), training.ntype)
+    if g.is_homogeneous and links is None:
         inputs = None
     _check_inputs(model, g, inputs)
 
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         with leave_unchanged(g, find_float_parameter(model).device):
-            choice, draws = _choose(model, g, training, options, inputs, advance.show)
+            choice, draws = _choose(model, g, training, options, inputs, links, advance.show)
         advance(1)
         for line in choice.lines():
             advance.say(line)
@@ -305,11 +321,15 @@ def _choose(
     training: Training,
     options: AutoOptions,
     inputs: EntityInputs | None,
+    links: LinkTrial | None,
     notify: Callable[[str], None],
 ) -> tuple[Choice, Draws | None]:
     """Count, try and choose. Return the choice, and the mini-batches that it is for, if there are any."""
     begin = time.perf_counter()
-    shape = _describe_model(model, g, training, inputs)
+    if links is None:
+        shape = _describe_model(model, g, training, inputs)
+    else:
+        shape = _describe_uncounted(model, training)
     notify("probing the links")
     cluster = _probe_cluster(g.session, options, find_float_parameter(model).device)
 
@@ -318,7 +338,7 @@ def _choose(
     draws = plan_draws(options, num_layers, training.fanouts, training.batch_size, epoch=epoch)
     constraints = _get_constraints(options, draws)
 
-    requested = _make_count_config(g, shape, cluster, draws, training, options)
+    requested = _make_count_config(g, shape, cluster, draws, training, options, links)
     counts, candidates = count(g, shape, requested, lambda text: notify(f"counting: {text}"))
 
     base_bytes = 0
@@ -329,14 +349,17 @@ def _choose(
         model=model,
         num_layers=num_layers,
         draws=draws,
+        batch_size=training.batch_size or default_batch_size(DEFAULT_STRATEGY) or 1,
         epochs=training.epochs,
         constraints=constraints,
         memory_bytes=cluster.memory_bytes,
         inputs=inputs,
+        links=links,
         ntype=training.ntype or g.ntypes[0],
         base_bytes=base_bytes,
     )
-    _check_model(trials)
+    if links is None:
+        _check_model(trials)
     predictions = [predict(candidate, counts) for candidate in candidates]
     predictions, finalists = run_trials(predictions, trials, notify)
     choice = choose(predictions, counts, constraints, finalists=finalists)
@@ -358,30 +381,35 @@ def _make_count_config(
     draws: Draws | None,
     training: Training,
     options: AutoOptions,
+    links: LinkTrial | None,
 ) -> CountConfig:
     """Return what the ranks of this job count together."""
     constraints = _get_constraints(options, draws)
 
     def is_offered(candidate: Candidate) -> bool:
-        if training.own_loop and not STRATEGIES.get(candidate.strategy).traits.own_loop:
+        traits = STRATEGIES.get(candidate.strategy).traits
+        if training.own_loop and not traits.own_loop:
+            return False
+        if links is not None and not traits.on_edges:
             return False
         return not find_bar(candidate, constraints)
 
     assumptions = batch_assumptions(options.unit, len(shape.layers), training.fanouts)
     if not shape.has_widths:
-        assumptions = (*assumptions, _NOT_COUNTED)
+        assumptions = (*assumptions, _NOT_COUNTED if links is None else _EDGES_NOT_COUNTED)
     is_replicated = g.structure(g.canonical_etypes[0]).is_replicated
     return CountConfig(
         cluster=cluster,
         draws=draws,
         is_offered=is_offered,
-        caches=options.caches and g.is_homogeneous,
+        caches=options.caches and g.is_homogeneous and links is None,
         partitioned=not is_replicated and cluster.servers > 1,
         in_job=True,
         program_bytes=resident_bytes(),
         epoch=training.counted_epoch,
         assumptions=assumptions,
         ntype=training.ntype,
+        num_edges=None if links is None else links.num_edges,
     )
 
 
@@ -413,13 +441,17 @@ def _describe_model(
         features = TypedFeatures(etypes=tuple(g.canonical_etypes), widths=inputs.feature_widths)
         return describe_relational(model, features, classes, kind=kind, trained_row_bytes=trained_row_bytes)
 
-    layers = (LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers
+    return _describe_uncounted(model, training)
+
+
+def _describe_uncounted(model: nn.Module, training: Training) -> ModelShape:
+    """Return the shape of a ``model`` whose bytes are not counted. The widths of its layers are unknown."""
     return ModelShape(
-        kind=kind,
-        layers=layers,
+        kind=training.kind or type(model).__name__,
+        layers=(LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers,
         features=0,
-        hidden=hidden,
-        classes=classes,
+        hidden=training.hidden or 0,
+        classes=1,
         has_widths=False,
         **measure_parameters(model),
     )

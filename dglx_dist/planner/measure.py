@@ -78,6 +78,8 @@ class CountConfig:
     assumptions: tuple[str, ...] = ()
     ntype: str | None = None
     """Type of the training nodes. None: the only one."""
+    num_edges: int | None = None
+    """Number of training edges. None: the training is on nodes."""
 
 
 def count(
@@ -185,7 +187,11 @@ def _plan_run(g: DistGraph, shape: ModelShape, config: CountConfig) -> PlannedRu
     )
 
     ntype = config.ntype or manifest.node_types[0]
-    seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
+    if config.num_edges is None:
+        seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
+    else:
+        # Only the number of seeds is used, because batches of edges are not counted.
+        seeds = np.arange(config.num_edges)
     trained_types: frozenset[str] = frozenset()
     if shape.feature_widths is not None:
         trained_types = frozenset(g.ntypes) - shape.feature_widths.keys()
@@ -375,7 +381,11 @@ def take_step(
         loss = cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64))
     else:
         loss = scores.square().mean()
+    update_weights(optimizer, loss)
 
+
+def update_weights(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Compute the gradients of ``loss`` and take a step of ``optimizer``."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     optimizer.step()

@@ -28,14 +28,15 @@ from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import NEAR
-from dglx_dist.planner.measure import make_optimizer, take_step
+from dglx_dist.planner.measure import make_optimizer, take_step, update_weights
 from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
-from dglx_dist.records import FEATURE, LABEL
+from dglx_dist.records import FEATURE, LABEL, EdgeType
 from dglx_dist.registry import AUTO
 from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, find_float_parameter
 from dglx_dist.strategies.candidate import Candidate
+from dglx_dist.training.link import link_loader
 from dglx_dist.training.relational import EntityInputs
-from dglx_dist.training.tasks import check_inputs, gather_input_rows
+from dglx_dist.training.tasks import LinkPrediction, check_inputs, gather_input_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -59,6 +60,20 @@ _MIN_TRIED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkTrial:
+    """Training on edges whose steps the trials time."""
+
+    targets: Sequence[EdgeType]
+    task: LinkPrediction
+    negatives: int
+    """Number of negatives per edge and replaced end."""
+    has_encoder: bool
+    """Whether the model passes messages."""
+    num_edges: int
+    """Number of training edges of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrialConfig:
     """Training run whose steps the trials time."""
 
@@ -68,12 +83,16 @@ class TrialConfig:
     num_layers: int
     draws: Draws | None
     """Options of the mini-batches. None: the training has no mini-batches."""
+    batch_size: int
+    """Number of targets of a rank in a batch of edges."""
     epochs: int
     constraints: ChoiceOptions
     memory_bytes: int
     """Memory of a rank for all candidates that are open at a time."""
     inputs: EntityInputs | None = None
     """Input rows by node type. None: the features of the only type."""
+    links: LinkTrial | None = None
+    """Training on edges. None: the training is on nodes."""
     ntype: str
     """Type of the training nodes."""
     base_bytes: int
@@ -355,6 +374,7 @@ class CandidateRun:
         self._device = find_float_parameter(config.model).device
         self._inputs = config.inputs
         self._ntype = config.ntype
+        self._links = config.links
         check_inputs(config.g, config.inputs, candidate.strategy)
         strategy = STRATEGIES.get(candidate.strategy)
         self._cache = None
@@ -429,10 +449,13 @@ class CandidateRun:
 
     def _train_on(self, batches: Iterable[Any]) -> None:
         for batch in batches:
-            blocks = batch[-1]
             try:
-                rows = gather_input_rows(self._model, blocks[0], FEATURE, self._inputs)
-                take_step(self._model, self._optimizer, blocks, rows, self._ntype)
+                if self._links is None:
+                    blocks = batch[-1]
+                    rows = gather_input_rows(self._model, blocks[0], FEATURE, self._inputs)
+                    take_step(self._model, self._optimizer, blocks, rows, self._ntype)
+                else:
+                    update_weights(self._optimizer, self._links.task(self._model, batch).loss)
             finally:
                 # Rows of embeddings are not trained, so that they stay as they are.
                 if self._inputs is not None:
@@ -477,16 +500,33 @@ def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 
 
 def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConfig) -> Any:
-    """Return the loader of ``candidate`` over the training nodes."""
+    """Return the loader of ``candidate`` over the training nodes or edges."""
     g = config.g
     draws = config.draws
     ntype = config.ntype
     options: dict[str, Any] = {}
+    device = find_float_parameter(config.model).device
+    if device != g.session.device:
+        options["device"] = device
     fanouts = [-1] * config.num_layers
     if draws is not None and STRATEGIES.get(candidate.strategy).traits.unit != "full_graph":
         fanouts = list(draws.fanouts)
-        options |= {"batch_size": draws.batch_size, "shuffle": True}
 
+    if config.links is not None:
+        # Strategies of whole graphs have batches of edges, too.
+        return link_loader(
+            g,
+            config.links.targets,
+            fanouts=fanouts if config.links.has_encoder else None,
+            batch_size=config.batch_size,
+            negatives=config.links.negatives,
+            inputs=config.inputs,
+            opened=opened,
+            **options,
+        )
+
+    if draws is not None and STRATEGIES.get(candidate.strategy).traits.unit != "full_graph":
+        options |= {"batch_size": draws.batch_size, "shuffle": True}
     features = {ntype: [FEATURE]}
     if config.inputs is not None:
         features = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
@@ -494,10 +534,6 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
     if LABEL in g.nodes[ntype].data:
         labels = {ntype: [LABEL]}
     sampler = dgl.dataloading.NeighborSampler(fanouts, prefetch_node_feats=features, prefetch_labels=labels)
-
-    device = find_float_parameter(config.model).device
-    if device != g.session.device:
-        options["device"] = device
     seeds: Any = node_split(g.nodes[ntype].data[TRAIN_MASK], g.get_partition_book(), ntype)
     if len(g.ntypes) > 1:
         seeds = {ntype: seeds}

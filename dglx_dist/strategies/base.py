@@ -580,14 +580,15 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
 def get_strategy(session: Session) -> Strategy:
     """Return the strategy of the session.
 
-    Raises ConfigError if an option of the session is unknown, or ``auto`` has not chosen yet.
+    Raises ConfigError if an option of the session is unknown, or if strategy ``auto`` was requested but no
+    strategy has been chosen yet.
     """
     if session.strategy == AUTO:
         raise ConfigError(
-            "strategy 'auto' needs the model and the graph to choose; call "
-            "dx.choose_strategy(model, g, fanouts=..., batch_size=...) before the first "
-            "loader and dx.wrap, or use dx.fit, which does so. It compares batches of nodes, "
-            "so for batches of edges name a strategy"
+            "strategy 'auto' can only choose when it has the model and the graph. Call "
+            "dx.choose_strategy(model, g, fanouts=..., batch_size=...) before the first loader and dx.wrap, "
+            "or use dx.fit, which calls it. Both compare batches of nodes, so name a strategy for batches of "
+            "edges."
         )
     return STRATEGIES.get(session.strategy)(session, session.options)
 

@@ -602,7 +602,7 @@ class TrainConfig(RunOptions, ModelConfig):
             yield "seeds", is_used, f"left out, or {folder} removed: its files would stay beside seed-N"
 
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield the checks of :meth:`_checks` of options for links. Raise ConfigError for strategy auto."""
+        """Yield the checks of :meth:`_checks` of options for links."""
         is_auto = self.strategy == AUTO
         if self.task != LINK:
             yield "embeddings", self.embeddings is not None and is_auto, "left out with --strategy auto"
@@ -613,11 +613,7 @@ class TrainConfig(RunOptions, ModelConfig):
             return
 
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
-        if is_auto:
-            raise ConfigError(
-                "--task link needs a named strategy like data_parallel, because auto tries batches of nodes"
-            )
-
+        yield "time", is_auto and self.time is not None, "combined with --strategy data_parallel"
         yield from self._time_checks()
         if self.decoder in ("complex", "rotate"):
             width_option = "embeddings" if self.model == NO_ENCODER else "hidden"

@@ -28,7 +28,7 @@ from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, EdgeType, format_type
-from dglx_dist.strategies.base import open_strategy
+from dglx_dist.strategies.base import OpenedStrategy, open_strategy
 from dglx_dist.training.config import LINK, list_metrics
 from dglx_dist.training.inference import evaluating, gather_module, layerwise_inference, split_range
 from dglx_dist.training.metrics import (
@@ -817,6 +817,7 @@ def link_loader(
     batch_size: int,
     negatives: int = 4,
     inputs: EntityInputs | None = None,
+    opened: OpenedStrategy | None = None,
     **options: Any,
 ) -> Any:
     """Return the loader of training edges and their negatives. Every rank must call this.
@@ -830,12 +831,14 @@ def link_loader(
         negatives: Number of negatives per edge and replaced end. The destination is replaced, and the source
             too if both ends of all targets are of one type.
         inputs: Input rows of the training.
+        opened: Strategy that makes the loader in a trial. None: the strategy of the session.
         options: Options of :class:`DistEdgeDataLoader`.
 
     Raises:
         ConfigError: ``fanouts`` is None, but the strategy passes messages over the graph in each step.
     """
-    opened = open_strategy(g)
+    is_trial = opened is not None
+    opened = opened or open_strategy(g)
     book = g.get_partition_book()
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
     replaces_sources = all(etype[0] == etype[2] for etype in targets)
@@ -844,8 +847,8 @@ def link_loader(
     excludes_edges = opened.strategy.traits.excludes_edges
     if fanouts is None and not excludes_edges:
         raise ConfigError(
-            f"a model without encoder passes no messages, but strategy {g.session.strategy!r} computes rows "
-            "of all nodes in each step. Use --strategy data_parallel, or a --model other than none."
+            "a model without encoder passes no messages, but strategies of whole graphs compute rows of all "
+            "nodes in each step. Use --strategy data_parallel, or a --model other than none."
         )
 
     options |= {"batch_size": batch_size, "shuffle": True}
@@ -855,7 +858,7 @@ def link_loader(
 
     if excludes_edges:
         options |= {"exclude": "reverse_id", "reverse_eids": _find_opposite_edges(g, targets)}
-    elif g.session.topology.rank == 0:
+    elif g.session.topology.rank == 0 and not is_trial:
         log.warning(
             "strategy %s passes messages along all training edges, even those of the batch. "
             "Strategy data_parallel leaves the edges of each batch out.",

@@ -419,17 +419,19 @@ class TrainingRun:
 
     def _is_save_due(self, epoch: int, *, is_last: bool) -> bool:
         """Return whether a checkpoint is due after ``epoch``."""
+        # Early stopping returns to the best epoch, so that epoch must have a checkpoint.
         is_best = self.result.best_epoch == epoch
         if is_best and self._writer is not None and self._config.patience:
             return True
 
-        # A resumed run saves at its end even without regular checkpoints. Otherwise the checkpoint that it
-        # began with would remain its newest one.
+        # A resumed run has saved a checkpoint before. If it did not save at its end, the checkpoint that it
+        # resumed from would remain the newest one.
         if is_last and self._saved_at is not None:
             return True
         if not self._steps_between:
             return False
-        return is_last or self._next_epoch * len(self._loader) % self._steps_between == 0
+        num_steps_done = self._next_epoch * len(self._loader)
+        return is_last or num_steps_done % self._steps_between == 0
 
     def _evaluate_timed(self, record: EpochRecord) -> EpochRecord:
         """Evaluate. Return ``record`` with the metrics, and the slowest rank's seconds and all bytes."""

@@ -361,7 +361,7 @@ class APPNP(Layered):
         super().__init__()
         _check_sizes("APPNP", in_dim, hidden, classes, layers, dropout)
         if not 0.0 <= teleport <= 1.0:
-            raise ConfigError(f"teleport={teleport} must be from 0 to 1")
+            raise ConfigError(f"teleport={teleport} must be between 0 and 1")
         self.encoder = nn.Sequential(
             nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
         )
@@ -463,7 +463,7 @@ Conv: TypeAlias = Callable[..., nn.Module]
 
 
 def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
-    """Return a function that builds a stack of such layers from the options of a model."""
+    """Return a function that builds a :class:`Stack` of the layers that ``conv`` makes."""
 
     def build(
         in_dim: int,

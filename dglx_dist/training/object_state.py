@@ -80,7 +80,12 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
-    """Return the entry of ``state.json``, with ``per_rank`` if states differ. Every rank must call this."""
+    """Return the entry of the objects in ``state.json``. Every rank must call this.
+
+    The entry has the ``values`` of all objects. If values or tensors differ between ranks, it has the values
+    of each rank under ``per_rank``.
+    """
+    # Tensors are saved in another file, so only their checksums are compared here.
     checksums = {}
     for name, tensor in tensors.items():
         checksums[name] = crc32(view_bytes(tensor.detach().cpu().contiguous()))

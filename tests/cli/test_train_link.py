@@ -104,6 +104,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+AUTO_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "batches": ("ring", {"fanouts": (5, 5), "hidden": 8, "batch_size": 8}),
+    "whole graphs": ("ring", {"hidden": 8, "strategy_options": {"unit": "full_graph"}}),
+    "several types": ("shop", {"model": "rgcn", "fanouts": (4, 4), "hidden": 8, "loss": "softmax"}),
+    "trainable rows": ("plain", {"model": "sgc", "fanouts": (5, 5), "hidden": 8, "embeddings": 6}),
+    "no encoder": ("shop", {**NO_ENCODER}),
+}
+
+
+def train_with_auto_and_by_name(folder: str, out: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train with the strategy that ``auto`` chooses, and then with this strategy by its name."""
+    common = {"data": folder, "task": "link", "dropout": 0.0, "epochs": 2, **options}
+    chosen = dict(train_dataset(TrainConfig(out=f"{out}/auto", **{**common, "strategy": "auto"})).summary)
+    plan = json.loads(Path(out, "auto", "config.json").read_text())
+    by_name = {**common, "strategy": plan["strategy"], "strategy_options": plan["strategy_options"]}
+    named = dict(train_dataset(TrainConfig(out=f"{out}/named", **by_name)).summary)
+    return [chosen, named]
+
+
+@pytest.mark.parametrize(
+    "case", ["batches", "whole graphs", *wide("several types", "trainable rows", "no encoder")]
+)
+def test_auto_trains_links_as_its_choice_by_name(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    name, options = AUTO_CASES[case]
+    args = str(folders[name]), str(tmp_path), options
+    reports = run_ranks(train_with_auto_and_by_name, 2, args=args, ranks_per_server=1)
+    for chosen, named in reports:
+        assert {key: chosen[key] for key in METRICS} == {key: named[key] for key in METRICS}
+        assert chosen["traffic"] == named["traffic"]
+    folders_of_runs = (tmp_path / "auto", tmp_path / "named")
+    losses, weights = zip(*((read_losses(path), read_weights(path)) for path in folders_of_runs), strict=True)
+    assert losses[0] == losses[1]
+    assert weights[0] == weights[1]
+    plan = json.loads((tmp_path / "auto" / "plan.json").read_text())
+    num_tried = sum(prediction["trial"] is not None for prediction in plan["predictions"])
+    # Nodes of the other graphs have no features, and only data_parallel trains their rows.
+    assert num_tried >= (2 if name == "ring" else 1)
+
+
+def read_losses(folder: Path) -> list[float]:
+    return [record.loss for record in read_epochs(folder)]
+
+
+def read_weights(folder: Path) -> bytes:
+    return (folder / "final.safetensors").read_bytes()
+
+
 def test_rows_of_links_learn_in_few_epochs(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +230,7 @@ def test_full_graph_strategies_refuse_a_model_without_encoder(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     (message,) = run_ranks(refuse_rows_only, 1, args=(str(folders["plain"]), str(tmp_path / "out")))
-    assert "computes rows of all nodes in each step. Use --strategy data_parallel" in message
+    assert "compute rows of all nodes in each step. Use --strategy data_parallel" in message
 
 
 def test_training_of_rows_is_that_of_one_rank(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -359,7 +406,10 @@ def test_a_graph_that_a_task_cannot_use_is_refused(folders: dict[str, Path], tmp
         ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
         ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
-        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy like data_parallel"),
+        (
+            {"task": "link", "strategy": "auto", "time": "t", "split_time": (1.0, 2.0)},
+            "--time t must be combined with --strategy data_parallel",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:

@@ -142,6 +142,8 @@ def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
 
 
 def test_a_tensor_of_one_rank_is_no_column(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match=r"'ones' would be a Tensor of this rank only\. Make a DistTensor"):
+    with pytest.raises(
+        ConfigError, match=r"'ones' must be a DistTensor, because other ranks cannot read a Tensor"
+    ):
         graph.edata["ones"] = torch.ones(graph.num_edges())
     assert "ones" not in graph.edata

@@ -119,9 +119,9 @@ def _coarsen(
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
     adjacency = _make_adjacency(graph)
     # The total weight of the entries bounds the weight of an entry, so its dtype fits both.
-    total_weight = _count_between(adjacency, coarse_of, starts[1:])
+    total_weight = _count_coarse_edges(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
-    fill_rows = functools.partial(_fill_between, adjacency, coarse_of)
+    fill_rows = functools.partial(_write_coarse_edges, adjacency, coarse_of)
     held_bytes = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
     workspace = workspace.with_reserved(held_bytes)
     write_rows(folder, starts, fill_rows, id_dtype(total_weight), workspace, "Contracting")
@@ -410,7 +410,7 @@ def _join_single(
 
 
 @njit(cache=True, nogil=True)
-def _count_between(adjacency: _Adjacency, coarse_of: Array, num_entries: Array) -> int:
+def _count_coarse_edges(adjacency: _Adjacency, coarse_of: Array, num_entries: Array) -> int:
     """Count the entries between clusters by row, and return their total weight."""
     indptr, indices, edge_weights = adjacency
     total = 0
@@ -425,24 +425,30 @@ def _count_between(adjacency: _Adjacency, coarse_of: Array, num_entries: Array) 
 
 
 @njit(cache=True, nogil=True)
-def _fill_between(
+def _write_coarse_edges(
     adjacency: _Adjacency,
     coarse_of: Array,
-    first: int,
-    last: int,
-    free_positions: Array,
+    first_row: int,
+    end_row: int,
+    next_positions: Array,
     coarse_indices: Array,
     coarse_weights: Array,
 ) -> None:
+    """Write the edges between clusters of the coarse rows ``first_row`` to ``end_row - 1``.
+
+    ``next_positions`` has the position of the next edge of each of these rows, and is advanced.
+    """
     indptr, indices, edge_weights = adjacency
+    # An array of one element means that all weights are 1.
     has_weights = len(edge_weights) > 1
     for u in range(len(coarse_of)):
         row = coarse_of[u]
-        if not first <= row < last:
+        if not first_row <= row < end_row:
             continue
         for e in range(indptr[u], indptr[u + 1]):
-            neighbour = coarse_of[indices[e]]
-            if neighbour != row:
-                coarse_indices[free_positions[row - first]] = neighbour
-                coarse_weights[free_positions[row - first]] = edge_weights[e] if has_weights else 1
-                free_positions[row - first] += 1
+            neighbour_row = coarse_of[indices[e]]
+            if neighbour_row != row:
+                position = next_positions[row - first_row]
+                coarse_indices[position] = neighbour_row
+                coarse_weights[position] = edge_weights[e] if has_weights else 1
+                next_positions[row - first_row] += 1

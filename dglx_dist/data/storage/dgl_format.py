@@ -205,6 +205,7 @@ class _DglReader:
         self.bfloat16: list[tuple[str | EdgeType, str]] = []
 
     def add_part(self, part: int) -> None:
+        """Read a part, with its columns and the user's ids. Raise StorageError if a file is damaged."""
         config = self._config
         path = config.file(part, "part_graph")
         structure = load_graphs(path)[0]
@@ -212,23 +213,26 @@ class _DglReader:
         missing |= {dgl.EID, "inner_edge"}.difference(structure.edata)
         if missing:
             raise StorageError(
-                f"{path} has no {min(missing)!r} for its nodes or edges, so it is not a part written by DGL"
+                f"{path} lacks the node or edge data {sorted(missing)}, so it is not a part written by DGL"
             )
 
-        # A part only has the data of owned nodes, and of edges into owned nodes.
-        nodes = structure.ndata[dgl.NID].numpy()
-        edges = structure.edata[dgl.EID].numpy()
+        # DGL calls the nodes that a part owns, and the edges into them, *inner*. A part has only their data.
+        node_ids = structure.ndata[dgl.NID].numpy()
+        edge_ids = structure.edata[dgl.EID].numpy()
         is_inner_edge = structure.edata["inner_edge"].numpy() == 1
-        inner_nodes = nodes[structure.ndata["inner_node"].numpy() == 1]
-        inner_edges = edges[is_inner_edge]
+        inner_nodes = node_ids[structure.ndata["inner_node"].numpy() == 1]
+        inner_edges = edge_ids[is_inner_edge]
         _check_ids(inner_nodes, config.nodes.part_range(part), "nodes", path)
         _check_ids(inner_edges, config.edges.part_range(part), "edges", path)
-        if len(nodes) and not 0 <= nodes.min() <= nodes.max() < config.nodes.counts.sum():
-            raise StorageError(f"{path} has nodes that the graph lacks; copy it or partition again")
+        num_nodes = config.nodes.counts.sum()
+        if len(node_ids) and (node_ids.min() < 0 or node_ids.max() >= num_nodes):
+            raise StorageError(
+                f"{path} has ids of nodes that do not exist. Copy the file again, or partition again."
+            )
 
-        sources, destinations = structure.edges(order="eid")
-        sources = nodes[sources.numpy()[is_inner_edge]]
-        destinations = nodes[destinations.numpy()[is_inner_edge]]
+        local_sources, local_destinations = structure.edges(order="eid")
+        sources = node_ids[local_sources.numpy()[is_inner_edge]]
+        destinations = node_ids[local_destinations.numpy()[is_inner_edge]]
         self._add_edges(inner_edges, sources, destinations, path)
         self._add_columns(self._node_data, config.file(part, "node_feats"), config.nodes, inner_nodes)
         self._add_columns(self._edge_data, config.file(part, "edge_feats"), config.edges, inner_edges)

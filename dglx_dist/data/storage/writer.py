@@ -253,14 +253,15 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
 
 def check_ends(graph: RawGraph, etype: EdgeType) -> None:
-    """Check the ends of the edges of one type.
+    """Check the source and destination ids of the edges of one type.
 
-    Raises DatasetError if an end is not a node, and ConfigError if the numbers of sources and destinations
-    differ.
+    Raises DatasetError if an id is not that of a node, and ConfigError if the numbers of sources and
+    destinations differ.
     """
+    source_type, _, destination_type = etype
     src, dst = graph.edges[etype]
-    check_ids(src, graph.num_nodes[etype[0]], "src", f"edges {etype}")
-    check_ids(dst, graph.num_nodes[etype[2]], "dst", f"edges {etype}")
+    check_ids(src, graph.num_nodes[source_type], "src", f"edges {etype}")
+    check_ids(dst, graph.num_nodes[destination_type], "dst", f"edges {etype}")
     if len(src) != len(dst):
         raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
 

@@ -422,9 +422,12 @@ def build_traffic(
 
 
 def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
-    """Return the bytes of ``steps`` ring all-reduces of ``num_bytes`` each, between and within servers.
+    """Return the bytes that ring all-reduces send between servers, and the bytes that they send within them.
 
-    ``server_of`` has the server of each of the W ranks.
+    Args:
+        num_bytes: Size of the reduced array.
+        server_of: Server of each of the W ranks.
+        steps: Number of all-reduces.
     """
     num_ranks = len(server_of)
     outside = 0
@@ -434,6 +437,6 @@ def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[in
         if server_of[next_rank] != server:
             outside += steps * ring_bytes(num_bytes, num_ranks, rank)
 
-    # Together the ranks of a ring send 2 (W - 1) times the bytes.
+    # In an all-reduce, the W ranks together send 2 (W - 1) times the size of the array.
     total = steps * 2 * (num_ranks - 1) * num_bytes
     return outside, total - outside

@@ -130,7 +130,7 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
     """
     from dglx_dist.strategies.serverless.graph_server import TaskKind, epoch_schedule
     from dglx_dist.strategies.serverless.program import Apply, Scatter
-    from dglx_dist.strategies.serverless.tasks import Direction, given_items, pulled_items
+    from dglx_dist.strategies.serverless.tasks import Direction, list_pulled_items, list_submitted_items
 
     itemsize = np.dtype(program.dtype).itemsize
     totals = dict.fromkeys((*_HALO_PHASES, "lambda_down", "lambda_up", "weights_down", "weights_up"), 0)
@@ -151,8 +151,8 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
             if task.kind is TaskKind.WORK:
                 num_readers = sizes.intervals
                 num_rows = sizes.nodes if step.per == "node" else sizes.edges
-                input_items = pulled_items(program, task.step, task.direction)
-                output_items = given_items(program, task.step, task.direction)
+                input_items = list_pulled_items(program, task.step, task.direction)
+                output_items = list_submitted_items(program, task.step, task.direction)
                 totals["lambda_down"] += _count_item_bytes(input_items, num_rows, sizes.intervals)
                 totals["lambda_up"] += _count_item_bytes(output_items, num_rows, sizes.intervals)
 
@@ -184,7 +184,7 @@ def _count_item_bytes(items: Sequence[Item], num_rows: int, num_intervals: int) 
 
 def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic:
     """Return the traffic of an epoch with the default number of intervals."""
-    from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
+    from dglx_dist.strategies.serverless.parameter_service import count_parameter_bytes
 
     cluster = counts.cluster
     num_intervals = LambdaOptions().intervals
@@ -199,7 +199,7 @@ def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic
     phases = serverless_bytes(program, sizes)
 
     # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
-    read_bytes = bytes_of_read(program.weight_shapes, program.dtype)
+    read_bytes = count_parameter_bytes(program.weight_shapes, program.dtype)
     phases["weights_read"] = read_bytes * (cluster.ranks - 1)
 
     inside = {"weights_read": read_bytes * (cluster.ranks_per_server - 1)}

@@ -371,20 +371,28 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
 
 
 def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
-    """Return the (n,) int64 work of the rows by group of layers. Each layer with a row adds in-degree + 1.
+    """Return the work that each row causes in each of a few groups of layers.
 
-    Layers with equal rows form one group. Adjacent groups are merged if there are more than
-    :data:`MAX_GROUPS`.
+    Layers that compute the same number of rows form one group. If there are more than :data:`MAX_GROUPS`
+    groups, adjacent ones are merged.
+
+    Returns:
+        By name of the group, the (n,) int64 work of the rows. A layer that computes a row adds the in-degree
+        of its node and 1.
     """
-    layer_counts = closure.counts[1:]
-    distinct_counts = np.unique(layer_counts)
-    groups = np.array_split(distinct_counts, min(len(distinct_counts), MAX_GROUPS))
+    # Rows are in the order of their hops. A layer that computes c rows computes the first c of them. The
+    # first count is the one of the inputs, which no layer computes.
+    rows_of_layer = closure.counts[1:]
+    distinct_numbers = np.unique(rows_of_layer)
+    groups = np.array_split(distinct_numbers, min(len(distinct_numbers), MAX_GROUPS))
     row_indices = np.arange(len(closure.nodes))
     work_per_layer = closure.in_degrees + 1
-    weights = {}
-    for group_index, group in enumerate(groups):
-        # A row is in all layers of the group with a count above its index.
-        group_counts = np.sort(layer_counts[np.isin(layer_counts, group)])
-        num_layers = len(group_counts) - np.searchsorted(group_counts, row_indices, side="right")
-        weights[f"layers_{group_index}"] = num_layers * work_per_layer
-    return weights
+
+    work_by_group = {}
+    for group_index, numbers in enumerate(groups):
+        rows_of_group = np.sort(rows_of_layer[np.isin(rows_of_layer, numbers)])
+        # Count the layers of the group that compute more rows than the index of the row.
+        num_without_row = np.searchsorted(rows_of_group, row_indices, side="right")
+        num_layers = len(rows_of_group) - num_without_row
+        work_by_group[f"layers_{group_index}"] = num_layers * work_per_layer
+    return work_by_group

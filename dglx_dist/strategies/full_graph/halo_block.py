@@ -340,7 +340,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
     ) -> None:
         columns = self.sums(message_func, reduce_func, self._own_column)
         if not columns:
-            block = self._with_fetched_sources()
+            block = self._make_block_with_halo()
             # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
             if int(self.num_edges()) or isinstance(reduce_func, BuiltinFunction):
                 DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
@@ -352,12 +352,21 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         self.set_columns(1, ALL, columns)
 
     def reduce_messages(self, message: Any, reduce: Any, apply: Any = None) -> dict[str, Tensor]:
-        """Return the (targets, ...) columns of :meth:`update_all` without setting them.
+        """Compute the columns that :meth:`update_all` sets, and return them instead.
 
-        As in DGL's ``multi_update_all``, maxima and minima without edges are infinite.
+        Args:
+            message: Message function of DGL or of the user.
+            reduce: Reduce function of DGL or of the user.
+            apply: Function of the user that is applied to the destinations afterwards, or None.
+
+        Returns:
+            Columns with one row per destination, by name. Destinations without in-edges have an infinite
+            maximum or minimum, as in DGL's ``multi_update_all``.
         """
-        block = self._with_fetched_sources()
-        if int(self.num_edges()) or isinstance(reduce, BuiltinFunction):
+        block = self._make_block_with_halo()
+        # DGL does not call a user's reduce function on a block without edges.
+        has_edges = int(self.num_edges()) > 0
+        if has_edges or isinstance(reduce, BuiltinFunction):
             columns = pass_messages(block, message, reduce)
         else:
             columns = reduce_without_edges(block, message, reduce)
@@ -372,7 +381,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return result
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
-        DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
+        DGLBlock.apply_edges(self._make_block_with_halo(), func, edges, etype)
 
     def __getitem__(self, key: Any) -> Any:
         # A slice made by DGL would lack the halo.
@@ -383,7 +392,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
     def _own_column(self, name: str) -> Tensor | None:
         return get_own_rows(self.node_frames[0], name)
 
-    def _with_fetched_sources(self) -> HaloBlock:
+    def _make_block_with_halo(self) -> HaloBlock:
         """Return a block that exchanges the columns of own rows when they are read."""
         frame = self.node_frames[0]
         if all(get_own_rows(frame, name) is None for name in frame):

@@ -66,41 +66,45 @@ def copy_rows(source: Tensor, target: Tensor) -> Iterator[bool]:
         yield True
 
 
-def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -> Iterator[bool]:
-    """Add received rows to the (n, ...) ``total`` in pieces. Yield False while the next piece is in transit.
+def add_rows(total: Tensor, positions: Sequence[Tensor], messages: Sequence[Incoming]) -> Iterator[bool]:
+    """Add the rows in ``messages`` to ``total``, piece by piece, while the iterator is consumed.
 
-    ``rows`` has the (k,) distinct int64 positions of each peer's rows. Pieces are added round-robin over the
-    peers, in an order that does not depend on their arrival. So sums are reproducible to the bit.
+    Yields True after a piece was added, and False while the next piece has not arrived. The peers take turns,
+    whichever piece arrives first. So the sums are reproducible bit for bit.
+
+    Args:
+        total: (n, ...) sums.
+        positions: (k,) distinct int64 positions in ``total`` of the rows of each peer.
+        messages: (k, ...) rows of each peer, which may still be arriving.
     """
-    additions = []
-    for peer_rows, message in zip(rows, incoming, strict=True):
+    peer_iterators = []
+    for peer_positions, message in zip(positions, messages, strict=True):
         if message.rows.numel():
-            additions.append(_add_from_peer(total, peer_rows, message))
+            peer_iterators.append(_add_from_peer(total, peer_positions, message))
 
-    while additions:
+    while peer_iterators:
         unfinished = []
-        for addition in additions:
-            is_added = next(addition, None)
-            while is_added is False:
-                yield False
-                is_added = next(addition, None)
-            if is_added:
-                yield True
-                unfinished.append(addition)
-        additions = unfinished
+        for iterator in peer_iterators:
+            for is_added in iterator:
+                yield is_added
+                if is_added:
+                    # The next peer takes its turn.
+                    unfinished.append(iterator)
+                    break
+        peer_iterators = unfinished
 
 
-def _add_from_peer(total: Tensor, rows: Tensor, message: Incoming) -> Iterator[bool]:
-    """Add the rows of one peer in pieces. Yield True after each piece, and False while it is in transit."""
+def _add_from_peer(total: Tensor, positions: Tensor, message: Incoming) -> Iterator[bool]:
+    """Add the rows of one peer. Yields as :func:`add_rows`."""
     end_bytes = 0
-    row_pieces = _cut_like(message.rows, message.rows)
-    for piece_rows, piece in zip(_cut_like(rows, message.rows), row_pieces, strict=True):
+    pieces = _cut_like(message.rows, message.rows)
+    for piece_positions, piece in zip(_cut_like(positions, message.rows), pieces, strict=True):
         end_bytes += piece.numel() * piece.element_size()
         while message.num_arrived < end_bytes:
             yield False
         # Move the piece before its dtype is changed. Otherwise torch would convert it on the host and wait.
         moved_piece = piece.to(total.device, non_blocking=True)
-        total.index_add_(0, piece_rows, moved_piece.to(total.dtype))
+        total.index_add_(0, piece_positions, moved_piece.to(total.dtype))
         yield True
 
 

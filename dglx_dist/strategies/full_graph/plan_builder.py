@@ -626,14 +626,17 @@ class PlanExchange:
             self._current_job[0] = 0
 
     def exchange(self, step: PlanStep) -> dict[int, list[Array]]:
-        """Send the arrays of ``step`` and return those of the other ranks, by ascending rank.
+        """Send the arrays of ``step`` to the other ranks, and wait for theirs.
+
+        Returns:
+            The arrays that each other rank has sent, in ascending order of the ranks.
 
         Raises:
-            RemoteError: another rank failed in this job. The message contains the error of that rank.
-            PeerError: a rank is dead, or it did not begin to plan within the session's time-out.
+            FailedOnAnotherRankError: another rank of this job failed. The message has the error of that rank.
+            PeerError: a rank is dead, or it has not started planning within the session's time-out.
         """
-        sent = {rank: step.outgoing.get(rank, ()) for rank in step.among}
-        self._arrays.post(self._job, step.name, sent, phase=PLAN)
+        outgoing = {rank: step.outgoing.get(rank, ()) for rank in step.among}
+        self._arrays.post(self._job, step.name, outgoing, phase=PLAN)
         description = f"{step.name!r} of plan {self._job}"
         received = self._mailbox.take(self._job, step.name, step.among, description, self._is_in_this_job)
         return dict(sorted(received.items()))

@@ -539,38 +539,43 @@ def _name_modules(model: nn.Module, active_modules: list[str]) -> Iterator[None]
             hook.remove()
 
 
-Recorded: TypeAlias = tuple[Recording, Value]
+ScoredRecording: TypeAlias = tuple[Recording, Value]
 """A recording, and the value of the scores."""
 
 
 def find_call(
     model: nn.Module, features: int, edge_columns: Mapping[str, Slot]
-) -> tuple[ModelCall, Recorded]:
-    """Return the call of ``model`` with the least number of blocks in which it uses most of its weights.
+) -> tuple[ModelCall, ScoredRecording]:
+    """Find out how ``model`` is called: with a list of blocks or with one graph, and with how many blocks.
 
-    The second value is the recording of that call on the first graph. Raises ConfigError if no number of
-    blocks works.
+    Of several numbers of blocks, the smallest one is taken with which the model uses the most weights.
+
+    Returns:
+        The call, and its recording on the first of the two random graphs.
+
+    Raises:
+        ConfigError: the model can be called in neither way.
     """
-    errors: list[ConfigError] = []
-    for on_blocks in (True, False):
-        call = ModelCall(model=model, features=features, edge_columns=edge_columns, on_blocks=on_blocks)
-        try:
-            return _find_number_of_blocks(call)
-        except ConfigError as error:
-            errors.append(error)
+    with_blocks = ModelCall(model=model, features=features, edge_columns=edge_columns, on_blocks=True)
+    try:
+        return _find_number_of_blocks(with_blocks)
+    except ConfigError as error:
+        error_with_blocks = error
 
-    # If DGL's own check refused the block, a layer takes no blocks, and the error of the graph tells more.
-    error_of_blocks, error_of_graph = errors
-    if isinstance(error_of_blocks.__cause__, AssertionError | dgl.DGLError):
-        raise error_of_graph
-    raise error_of_blocks
+    try:
+        return _find_number_of_blocks(replace(with_blocks, on_blocks=False))
+    except ConfigError as error_with_graph:
+        # If DGL itself refused a block, a layer does not accept blocks, so the other error tells more.
+        if isinstance(error_with_blocks.__cause__, AssertionError | dgl.DGLError):
+            raise
+        raise error_with_blocks from error_with_graph
 
 
-def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
-    """Try numbers of blocks, and first the number of layers. Return the best call and its recording."""
+def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, ScoredRecording]:
+    """Try several numbers of blocks, the number of layers first. Return the best call and its recording."""
     num_layers = max(1, sum(1 for _ in find_convolutions(call.model)))
     trained = {name for name, parameter in call.model.named_parameters() if parameter.requires_grad}
-    best: tuple[ModelCall, Recorded] | None = None
+    best: tuple[ModelCall, ScoredRecording] | None = None
     least_unused = len(trained)
     first_error: ConfigError | None = None
     for num_blocks in dict.fromkeys((num_layers, *range(1, _MAX_BLOCKS))):

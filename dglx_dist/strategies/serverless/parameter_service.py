@@ -96,11 +96,16 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
     return state
 
 
-def bytes_of_read(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    """Return the bytes of :meth:`ParameterClient.latest` and ``state``, once Adam has made a step."""
+def count_parameter_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    """Return the bytes of all weights and of Adam's state, as parameter servers send them to a client.
+
+    ``shapes`` are those of the weights by name.
+    """
+    # Pack arrays of the same shapes, because the header of the packed state depends on their names.
     weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
     state = {}
     for name, weight in weights.items():
+        # Both averages have the shape of the weight.
         state[f"{name}/exp_avg"] = weight
         state[f"{name}/exp_avg_sq"] = weight
         state[f"{name}/step"] = np.empty((), np.float32)

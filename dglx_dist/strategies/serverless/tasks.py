@@ -244,30 +244,36 @@ def label_item(program: Program) -> Item:
 _STATISTICS = Item(Role.STATISTICS, "float64", 0)
 
 
-def pulled_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
-    """Return the arrays that a task of ``step`` pulls from its graph server per half."""
-    apply = _get_apply(program, step)
-    items = [_make_item(program, item.slot, Role.INPUT, item.end) for item in apply.inputs]
+def list_pulled_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
+    """Describe the arrays that a task pulls from its graph server, separately for each half of its rows.
+
+    The task computes ``step`` of the program in ``direction``.
+    """
+    tensor_step = _get_tensor_step(program, step)
+    items = []
+    for step_input in tensor_step.inputs:
+        items.append(_make_item(program, step_input.slot, Role.INPUT, step_input.end))
     if direction is Direction.FUSED:
         items.append(label_item(program))
     elif direction is Direction.BACKWARD:
-        items += [_make_item(program, slot.name, Role.GRADIENT) for slot in apply.outputs]
+        items += [_make_item(program, slot.name, Role.GRADIENT) for slot in tensor_step.outputs]
     return tuple(items)
 
 
-def given_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
-    """Return the arrays that a task of ``step`` sends to its graph server per half.
+def list_submitted_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
+    """Describe the arrays that a task sends to its graph server, separately for each half of its rows.
 
-    Input gradients are sent only for slots in ``program.trained_slots``, in the order of the step's inputs.
+    A forward task sends its outputs. Other tasks send the gradients of their inputs in
+    ``program.trained_slots``, in the order of the inputs. A fused task also sends loss and accuracy.
     """
-    apply = _get_apply(program, step)
+    tensor_step = _get_tensor_step(program, step)
     if direction is Direction.FORWARD:
-        return tuple(_make_item(program, slot.name, Role.OUTPUT) for slot in apply.outputs)
+        return tuple(_make_item(program, slot.name, Role.OUTPUT) for slot in tensor_step.outputs)
 
     items = []
-    for item in apply.inputs:
-        if item.slot in program.trained_slots:
-            items.append(_make_item(program, item.slot, Role.GRADIENT, item.end))
+    for step_input in tensor_step.inputs:
+        if step_input.slot in program.trained_slots:
+            items.append(_make_item(program, step_input.slot, Role.GRADIENT, step_input.end))
     if direction is Direction.FUSED:
         items.append(_STATISTICS)
     return tuple(items)
@@ -317,7 +323,7 @@ def _make_item(program: Program, slot: str, role: Role, end: End = "row") -> Ite
     return Item(role, program.dtype_of(slot), program.slots[slot].width, slot, end)
 
 
-def _get_apply(program: Program, step: int) -> Apply:
+def _get_tensor_step(program: Program, step: int) -> Apply:
     apply = program.steps[step]
     assert isinstance(apply, Apply)
     return apply
@@ -336,7 +342,7 @@ class Computed(NamedTuple):
     """Results of one half of a task, or of both halves."""
 
     rows: Arrays
-    """Arrays for the graph server, see :func:`given_items`."""
+    """Arrays for the graph server, see :func:`list_submitted_items`."""
     gradients: Arrays
     """Gradients for the parameter server, summed over the rows: one per weight, or () for a forward task."""
 
@@ -346,12 +352,12 @@ class TaskComputation:
     """Computation of the tasks of one step and direction, in any interval and epoch. Thread-safe."""
 
     def __init__(self, program: Program, step: int, direction: Direction) -> None:
-        self.pulled = pulled_items(program, step, direction)
+        self.pulled = list_pulled_items(program, step, direction)
         """Arrays pulled per half."""
-        self.given = given_items(program, step, direction)
+        self.given = list_submitted_items(program, step, direction)
         """Arrays sent per half."""
         self._program = program
-        self._step = _get_apply(program, step)
+        self._step = _get_tensor_step(program, step)
         self._direction = direction
         self.weights = program.weights_of(step)
         """Shape of each weight by the user's name, in order."""

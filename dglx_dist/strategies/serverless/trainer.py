@@ -144,7 +144,7 @@ class Engine:
 
         # If a later step fails, the earlier parts are closed again.
         with ExitStack() as resources:
-            handlers = self._answer_workers(resources)
+            handlers = self._register_handlers(resources)
             self.parameters = ParameterClient(rpc, plan, self._note_updates)
             """The latest weights and the optimizer's state, between runs."""
             resources.callback(self.parameters.close)
@@ -232,15 +232,19 @@ class Engine:
         barrier(self._session, "closing the engines of all graph servers")
         self.abandon()
 
-    def _answer_workers(self, resources: ExitStack) -> dict[str, Handler]:
-        """Register handlers of workers' calls until ``resources`` close. Return those of worker threads."""
+    def _register_handlers(self, resources: ExitStack) -> dict[str, Handler]:
+        """Register handlers of calls from worker processes. ``resources`` unregisters them when it closes.
+
+        Return the handlers for worker threads of this process. These threads also call the parameter server,
+        and their calls are not counted as traffic.
+        """
         handlers: dict[str, Handler] = {
             PROGRAM: self._send_program,
             PULL: lambda name, _arrays: self._server.pull(*parse_half(name)),
             GIVE: self._submit,
         }
         for op, handler in handlers.items():
-            self._session.rpc.register(op, self._count_bytes(op, handler), for_clients=True)
+            self._session.rpc.register(op, self._with_counted_bytes(op, handler), for_clients=True)
             resources.callback(self._session.rpc.unregister, op)
         return {
             **handlers,
@@ -248,8 +252,8 @@ class Engine:
             GRADIENTS: lambda name, arrays: self.parameters.gradients(TaskKey.parse(name), arrays),
         }
 
-    def _count_bytes(self, op: str, handler: Handler) -> Handler:
-        """Return ``handler`` such that the ledger counts the bytes of its arrays."""
+    def _with_counted_bytes(self, op: str, handler: Handler) -> Handler:
+        """Return a handler that calls ``handler`` and counts the bytes of its arrays in the ledger."""
         add_to_ledger = self._session.ledger.add
         rank = self._session.topology.rank
 

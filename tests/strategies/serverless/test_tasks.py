@@ -19,11 +19,11 @@ from dglx_dist.strategies.serverless.tasks import (
     TaskKey,
     attempt_name,
     check_payload,
-    given_items,
     half_name,
+    list_pulled_items,
+    list_submitted_items,
     parse_attempt,
     parse_half,
-    pulled_items,
 )
 from tests.helpers.schema import check_every_field
 
@@ -165,14 +165,14 @@ def test_invalid_events_are_refused(case: str) -> None:
 
 def test_own_rows_of_features_get_no_gradient() -> None:
     program = sage()
-    assert [item.slot for item in pulled_items(program, 1, F)] == ["h1", "x"]
-    assert given_items(program, 1, B) == ()
-    assert sorted(item.slot for item in given_items(program, 4, B)) == ["h2", "h3"]
-    assert [item.role for item in given_items(gcn((5, 3)), 1, FB)] == [Role.STATISTICS]
+    assert [item.slot for item in list_pulled_items(program, 1, F)] == ["h1", "x"]
+    assert list_submitted_items(program, 1, B) == ()
+    assert sorted(item.slot for item in list_submitted_items(program, 4, B)) == ["h2", "h3"]
+    assert [item.role for item in list_submitted_items(gcn((5, 3)), 1, FB)] == [Role.STATISTICS]
 
 
 def test_arrays_of_another_shape_or_dtype_are_refused() -> None:
-    items = given_items(gcn(), 1, F)
+    items = list_submitted_items(gcn(), 1, F)
     check_payload(items, [np.zeros((7, 4))], 7, "a gift")
     for wrong in ([np.zeros((6, 4))], [np.zeros((7, 3))], [np.zeros((7, 4), np.float32)], [np.zeros(28)]):
         with pytest.raises(ConfigError, match="a gift has output h2 of shape"):
