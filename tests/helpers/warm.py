@@ -15,6 +15,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
 import dglx_dist
+import dglx_dist.planner.trials
 import dglx_dist.report.pictures
 
 
@@ -37,3 +38,5 @@ for module in pkgutil.walk_packages(dglx_dist.__path__, "dglx_dist."):
     if not module.name.endswith("__main__"):
         _load_kernels(importlib.import_module(module.name))
 dglx_dist.report.pictures.draw = _empty
+# Tests need a choice, not a good one.
+dglx_dist.planner.trials._TURN_S = 0.01
