@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -211,9 +211,15 @@ def _format_value(value: object) -> str:
     return str(value)
 
 
+@cache
+def _read_hints(config: type) -> dict[str, Any]:
+    """Return the types of the fields of the record class ``config``; evaluating them takes milliseconds."""
+    return get_type_hints(config)
+
+
 def check_ranges(config: Any, template: str = "{flag} {value}") -> None:
     """Raise ConfigError for the first option that is out of its range, written as ``template``."""
-    hints = get_type_hints(type(config))
+    hints = _read_hints(config.__class__)
     for config_field, option in list_options(type(config)):
         name = config_field.name
         value = getattr(config, name)

@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 # Many tests leave a core idle, and a few start ranks of their own, one thread each: two workers fill two cores.
 export OMP_NUM_THREADS=1
+# Hundreds of processes import the package and share its bytecode.
+unset PYTHONDONTWRITEBYTECODE
 cores=$(nproc --all)
 workers=$((cores < 2 ? 1 : cores < 4 ? 2 : cores / 2))
 exec .venv/bin/python -m pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"

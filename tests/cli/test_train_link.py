@@ -187,11 +187,11 @@ BOTH_WAYS = ("buys", "buys-rev")
 @pytest.mark.parametrize(
     ("strategy", "name", "options"),
     [
-        ("full_graph", "ring", {}),
         ("full_graph", "shop", {"model": "rgcn", "loss": "bce"}),
         ("shared_preload", "shop", {"model": "hgt", "heads": 2, "target": BOTH_WAYS, "loss": "bce"}),
         ("cooperative", "shop", {"model": "rgcn", "target": BOTH_WAYS, "loss": "bce"}),
         *wide(
+            ("full_graph", "ring", {}),
             ("shared_preload", "ring", {}),
             ("cooperative", "ring", {}),
             ("full_graph", "plain", {"embeddings": 6, "loss": "bce"}),

@@ -145,7 +145,20 @@ def as_cases(model: str, compared: list[Prediction], **options: Any) -> list[dic
     ]
 
 
-def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
+REPEATED = {
+    "data_parallel cache=vip:0.1",
+    "data_parallel cache=lookahead:0.1",
+    "push_pull structure=push group_size=1",
+    "push_pull structure=push depth=3",
+    "shared_preload external_hops=2 external_fanout=15",
+    "cooperative batches=8",
+    "cooperative batches=32",
+}
+"""Candidates whose formula another one has with another number."""
+
+
+@pytest.mark.parametrize("left_out", [REPEATED, *wide(set[str]())])
+def test_bytes_by_phase_are_those_of_real_runs(data: str, left_out: set[str]) -> None:
     compared, chains = predict_each(data)
     # All but cooperative batches on several ranks of a server, whose features are sent inside anew.
     assert {prediction.candidate.strategy for prediction in compared if not prediction.bytes_exact} == {
@@ -167,6 +180,8 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     assert [chain.bytes_exact for chain in chains] == [True, True]
     # One worker: on a slow machine another may fetch its program in the second epoch only.
     of_workers = [*as_cases("gcn", chains[:1], workers=1), *as_cases("sage", chains[1:], workers=1)]
+    assert left_out <= {prediction.candidate.name for prediction in compared}
+    compared = [prediction for prediction in compared if prediction.candidate.name not in left_out]
     cases = [*as_cases("sage", compared), *of_workers]
     ranks = run_ranks(train_each, 4, args=(data, cases), ranks_per_server=2, timeout_s=240)
     for place, prediction in enumerate([*compared, *chains]):

@@ -196,7 +196,7 @@ def train_typed_in_all_ways(folders: list[str], name: str) -> list[dict[str, Any
     return [train_typed(folder, name, way) for folder, way in zip(folders, WAYS, strict=True)]
 
 
-@pytest.mark.parametrize("name", [*wide(TYPED[0]), TYPED[1], *wide(*TYPED[2:])])
+@pytest.mark.parametrize("name", wide(*TYPED))
 def test_a_run_on_several_types_after_trials_equals_the_named_run(tmp_path: Path, name: str) -> None:
     folder = hetero.write_parts(tmp_path)
     folders = [str(shutil.copytree(folder, tmp_path / way)) for way in WAYS]

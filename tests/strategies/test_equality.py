@@ -55,6 +55,8 @@ COLUMNS = [
     ),
 ]
 
+MAIN = tuple(COLUMNS)
+
 # What stands between the layers, and the models that have it.
 COLUMNS += [
     Column("data_parallel", models=(*FEW, *STACKS), shares=("uneven",), name="stacks of data_parallel"),
@@ -77,12 +79,22 @@ COLUMNS += [
 
 IN_TORCH = [
     replace(column, is_on_torch_path=True, models=("sage", "gat"), shares=column.shares[-1:])
-    for column in COLUMNS
-    if not column.name.startswith("stacks")
+    for column in MAIN
 ]
 
-# (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).
-PLACEMENTS = [(1, 1), (2, 1), (4, 2), *wide((3, 2), (2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
+ON_TWO = [*(replace(column, models=column.models[::2]) for column in MAIN), *IN_TORCH]
+ON_FOUR = [
+    *(replace(column, models=column.models[1::2], shares=column.shares[-1:]) for column in MAIN),
+    *COLUMNS[len(MAIN) :],
+]
+EVERYTHING = [*COLUMNS, *IN_TORCH]
+# (ranks, ranks per server, columns): one server, several of them, servers of unequal size (three ranks:
+# two and one). In the default tier, two and four ranks share the models, and one trains all of them.
+PLACEMENTS = [
+    *((1, 1, COLUMNS), (2, 1, ON_TWO), (4, 2, ON_FOUR)),
+    *wide(*((2, 1, EVERYTHING), (4, 2, COLUMNS), (3, 2, EVERYTHING), (2, 2, EVERYTHING), (3, 3, EVERYTHING))),
+    *wide(*((3, 1, EVERYTHING), (4, 4, COLUMNS), (4, 1, COLUMNS))),
+]
 TOLERANCE = 1e-10
 
 
@@ -96,11 +108,10 @@ def difference(mine: list[Any], other: list[Any]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(mine, other, strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
+@pytest.mark.parametrize(("ranks", "ranks_per_server", "columns"), PLACEMENTS)
 def test_every_strategy_has_the_weights_of_one_process(
-    folder: Path, ranks: int, ranks_per_server: int
+    folder: Path, ranks: int, ranks_per_server: int, columns: list[Column]
 ) -> None:
-    columns = [*COLUMNS, *IN_TORCH] if ranks in (2, 3) else COLUMNS
     results = run_ranks(
         equality.on_ranks,
         ranks,

@@ -28,8 +28,6 @@ from tests.strategies.test_equality import difference
 TOLERANCE = 1e-10
 PAIR_LAYER = 3
 """Number of the exchange behind the two layers."""
-# (ranks, ranks per server, structure)
-PLACEMENTS = [(1, 1, "replicated"), (3, 1, "partitioned"), *wide((2, 2, "replicated"), (3, 2, "partitioned"))]
 CASES = [
     *(Case(kind=kind, task=task) for kind in ("sage", "gcn", "gat") for task in ("dot", "distmult")),
     *(Case(strategy=strategy, task=task) for strategy in ("shared_preload", "cooperative")
@@ -44,6 +42,17 @@ CASES = [
     Case(options={"edge_batches_per_step": 2}, task="distmult"),
     Case(options={"aggregate": "cover", "use_pp": False}),
 ]  # fmt: skip
+SOME_CASES = [*CASES[1:6:2], *CASES[6:14], *CASES[16:]]
+"""Of the models with each task one, and of the masks one."""
+# (ranks, ranks per server, structure, cases)
+PLACEMENTS: list[Any] = [
+    (1, 1, "replicated", SOME_CASES),
+    (3, 1, "partitioned", SOME_CASES),
+    *wide(
+        *((1, 1, "replicated", CASES), (3, 1, "partitioned", CASES)),
+        *((2, 2, "replicated", CASES), (3, 2, "partitioned", CASES)),
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +60,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return edge_equality.write_parts(tmp_path_factory.mktemp("bonds"))
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server", "structure"), PLACEMENTS)
+@pytest.mark.parametrize(("ranks", "ranks_per_server", "structure", "trained"), PLACEMENTS)
 def test_weights_and_bytes_match_one_process(
-    folder: Path, ranks: int, ranks_per_server: int, structure: str
+    folder: Path, ranks: int, ranks_per_server: int, structure: str, trained: list[Case]
 ) -> None:
     results = run_ranks(
-        edge_cases.on_ranks, ranks, args=(str(folder), structure, CASES), ranks_per_server=ranks_per_server
+        edge_cases.on_ranks, ranks, args=(str(folder), structure, trained), ranks_per_server=ranks_per_server
     )
-    for case, by_rank in zip(CASES, zip(*results, strict=True), strict=True):
+    for case, by_rank in zip(trained, zip(*results, strict=True), strict=True):
         steps = [result["steps"] for result in by_rank]
         assert len(steps[0]) >= EPOCHS, case
         weights = one_process(case, steps)

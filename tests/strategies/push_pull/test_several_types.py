@@ -1,7 +1,7 @@
 """push_pull on several node and edge types: weights of one process on any ranks, and bytes of the formula."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,12 @@ from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import runs, several_types
 from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run, make_model
 
-PLACEMENTS = [(2, 1), (4, 2), *wide((1, 1), (3, 3), (4, 4))]
+FEW = ("sage mean", "gcn", "gat mean", "mixed", "own aggregate", "rgcn bases", "rgcn deep")
+"""Models that four ranks train in the default tier."""
+PLACEMENTS = [
+    *((2, 1, (*CASES, *RELATIONAL)), (4, 2, FEW)),
+    *wide(*((*ranks, (*CASES, *RELATIONAL)) for ranks in ((1, 1), (4, 2), (3, 3), (4, 4)))),
+]
 TOLERANCE = 1e-10
 EMPTY = ("sage mean", "mixed", "rgcn")
 """Models that are also trained with ranks that have no seeds."""
@@ -38,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return several_types.write_parts(tmp_path_factory.mktemp("types"))
 
 
-def list_runs(ranks: int) -> list[Run]:
-    runs = [Run(name) for name in (*CASES, *RELATIONAL)]
+def list_runs(ranks: int, names: Sequence[str]) -> list[Run]:
+    runs = [Run(name) for name in names]
     if ranks > 1:
         runs += [Run(name, share="empty") for name in EMPTY]
         # Each epoch has one batch and ends with its step, so several in flight change nothing.
@@ -66,9 +71,11 @@ def find_differences(weights: Mapping[str, Any], expected: Mapping[str, Any]) ->
     return {name: float(np.abs(weights[name] - expected[name]).max()) for name in expected}
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
-def test_weights_and_bytes_are_exact(folder: Path, ranks: int, ranks_per_server: int) -> None:
-    all_runs = list_runs(ranks)
+@pytest.mark.parametrize(("ranks", "ranks_per_server", "names"), PLACEMENTS)
+def test_weights_and_bytes_are_exact(
+    folder: Path, ranks: int, ranks_per_server: int, names: Sequence[str]
+) -> None:
+    all_runs = list_runs(ranks, names)
     arguments = str(folder), all_runs
     by_rank = run_ranks(train_on_rank, ranks, args=arguments, ranks_per_server=ranks_per_server)
     for run, notes in zip(all_runs, zip(*by_rank, strict=True), strict=True):
@@ -199,15 +206,12 @@ def test_every_mistake_leaves_other_weights_than_one_process(folder: Path) -> No
             assert max(find_differences(result[name], expected).values()) > 1e-4, name
 
 
-BATCHES = [
-    Run(name, batch_size=2, fanout=2) for name in ("sage", "mixed mean", "gcn mean", "rgcn", "rgcn deep")
-]
-
-
-def test_small_batches_train_as_under_data_parallel(folder: Path) -> None:
+@pytest.mark.parametrize("names", [("mixed mean", "rgcn"), *wide((("sage", "gcn mean", "rgcn deep"),))])
+def test_small_batches_train_as_under_data_parallel(folder: Path, names: Sequence[str]) -> None:
     """Batches may lack all nodes of a type."""
     strategies = "data_parallel", "push_pull"
-    both = [replace(run, strategy=strategy) for run in BATCHES for strategy in strategies]
+    runs_of = [Run(name, batch_size=2, fanout=2) for name in names]
+    both = [replace(run, strategy=strategy) for run in runs_of for strategy in strategies]
     for result in run_ranks(train_on_rank, 3, args=(str(folder), both)):
         assert min(notes.counts["batches"] for notes in result) > several_types.STEPS
         for expected, notes in zip(result[::2], result[1::2], strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import dglx_dist as dx
 from dglx_dist.training.fit_config import FitConfig
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -110,7 +111,7 @@ def test_options_and_intervals_change_nothing(
     )
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), *wide((3, 2))])
 def test_ranks_drop_alike(
     folder: str, expected_results: dict[str, Any], ranks: int, ranks_per_server: int
 ) -> None:
