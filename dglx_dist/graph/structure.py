@@ -309,6 +309,14 @@ class Structure:
         """Return the (K,) int64 in-degrees of nodes. ``outside`` is a range of sources that do not count."""
         return self._count_in_edges(nodes, outside)[0]
 
+    def count_edges_before(self, node: int) -> int:
+        """Return the number of in-edges in :attr:`shards` of all destinations below ``node``."""
+        total = 0
+        for shard in self.shards:
+            row = min(max(node, shard.first_node), shard.last_node) - shard.first_node
+            total += int(shard.indptr[row])
+        return total
+
     def out_degrees(self, nodes: Array) -> Array:
         """Return the (K,) int64 number of out-edges of existing sources."""
         return self._count_out_edges(nodes)[0]

@@ -6,9 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -20,9 +21,10 @@ from dglx_dist.comm.collectives import barrier, check_replicas, gather_json, run
 from dglx_dist.dataloading.loader import open_neighborhood_maker
 from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names
+from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
 from dglx_dist.internals.cpu_kernels import correct_kernels, note_edge_order
 from dglx_dist.internals.graphs import get_block_parts
 from dglx_dist.internals.message_passing import place
@@ -32,6 +34,7 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
 from dglx_dist.training.models import InferenceLayer
+from dglx_dist.training.node_batches import MIN_NODES, BatchLimits, ServerNodes
 from dglx_dist.training.tasks import measure, split_owned_rows
 
 if TYPE_CHECKING:
@@ -186,14 +189,11 @@ _NO_EDGE_DATA = (
     "or in FitConfig. Or evaluate the model yourself with FitConfig(evaluate=...)."
 )
 
-_BATCH_DEGREE = 512
-"""Maximum mean in-degree of a full batch. Above it, batches get fewer nodes to save memory."""
-
 _Rows: TypeAlias = dict[Path, DistTensor]
 _Pass: TypeAlias = Callable[[list[Any], Any], Any]
 """Maps (blocks, rows of their sources) to results of their destinations."""
-_Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
-"""Maps (node type, (K,) ids) to the (K, ...) results of these nodes."""
+_ReadSources: TypeAlias = Callable[[Any], dict[Path, Tensor]]
+"""Maps a block to the rows of its sources, by path."""
 
 
 def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
@@ -202,7 +202,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     *,
     feature: str = FEATURE,
     inputs: Inputs | None = None,
-    batch_size: int = 4096,
+    batch_size: int | None = None,
     layers: Sequence[InferenceLayer] | str | None = None,
     between: Callable[[Tensor], Tensor] | None = None,
     ntypes: Sequence[str] | None = None,
@@ -226,7 +226,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         inputs: Tensor to read instead of ``feature``, such as ``embedding.weight``. With several node types,
             a dictionary of a tensor per node type. The first layer gets a dictionary if ``inputs`` is one.
         batch_size: Maximum number of destinations computed at once. Destinations with more than 512 in-edges
-            on average are computed in smaller batches.
+            on average are computed in smaller batches. None: as many as fit in 1 GB.
         layers: ``(block, h) -> h`` per layer, by default the model's ``inference_layers()``. Or the name of
             the attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``. For a wrapped model,
             take the layers from ``module = model.whole()`` and pass ``module`` as ``model``.
@@ -299,7 +299,7 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
     num_layers: int,
     passes: Sequence[_Pass],
     rows: _Rows,
-    batch_size: int,
+    batch_size: int | None,
     ntypes: Sequence[str] | None,
     mask: str | None = None,
     edge_feats: EdgeNames = (),
@@ -312,12 +312,14 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
         for depth, run_pass in enumerate(passes):
             # The first pass converts the features. Later passes read results in the dtypes of the model.
             dtype = target.dtype if depth == 0 else None
-            compute = _make_compute(run_pass, g, maker, rows, (target.device, dtype))
+            stages = PassStages(
+                g=g, maker=maker, run_pass=run_pass, rows=rows, device=target.device, dtype=dtype
+            )
 
             out_types: Sequence[str] = g.ntypes
             if ntypes is not None and depth == len(passes) - 1:
                 out_types = list_names(ntypes)
-            results = _compute_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
+            results = _compute_all(stages, batch_size, out_types, f"pass {depth} over all nodes")
 
             # The rows of the first pass are the caller's features and must remain.
             if depth > 0:
@@ -328,49 +330,73 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
     return nest(rows)
 
 
-def _make_compute(
-    run_pass: _Pass,
-    g: DistGraph,
-    maker: NodeMaker,
-    rows: _Rows,
-    target: tuple[Any, Any],
-) -> _Compute:
-    """Return a function that runs a pass on the nodes of a batch, with ``rows`` as the input.
+@final
+@dataclass(frozen=True, kw_only=True)
+class PassStages:
+    """The two stages of a batch of destinations: :meth:`load` reads, and :meth:`run` computes."""
 
-    ``target`` is the device and the dtype of the input. A dtype of None keeps the one of ``rows``.
-    """
-    device, dtype = target
+    g: DistGraph
+    maker: NodeMaker
+    run_pass: _Pass
+    rows: _Rows
+    """Input of the pass."""
+    device: torch.device
+    dtype: torch.dtype | None
+    """Dtype of the input. None keeps the dtypes of ``rows``."""
 
-    def read_sources(block: Any) -> dict[Path, Tensor]:
+    def choose_limits(self, batch_size: int | None) -> BatchLimits:
+        """Return the limits of batches of ``batch_size`` nodes. None: as many as memory allows."""
+        if batch_size is not None:
+            return BatchLimits.from_batch_size(batch_size)
+        if self.device.type != "cpu":
+            return BatchLimits.from_batch_size(MIN_NODES)
+        dtypes = [self.dtype or tensor.dtype for tensor in self.rows.values()]
+        widths = [math.prod(tensor.shape[1:]) for tensor in self.rows.values()]
+        row_bytes = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
+        return BatchLimits.from_memory(self.g.session, row_bytes)
+
+    def load(self, ntype: str, ids: Array) -> Batch:
+        """Return the batch of the (n,) distinct ``ids``. Any thread may call this."""
+        return load_batch(self.maker, ntype, ids, self._read_sources)
+
+    def run(self, batch: Batch) -> dict[Path, Tensor]:
+        return run_batch(self.run_pass, self.g, batch, self.device)
+
+    def _read_sources(self, block: Any) -> dict[Path, Tensor]:
         inputs = {}
-        for path, tensor in rows.items():
-            source_ids = block.srcnodes[find_type(path, g)].data[dgl.NID]
-            inputs[path] = tensor[source_ids].to(device, dtype)
+        for path, tensor in self.rows.items():
+            source_ids = block.srcnodes[find_type(path, self.g)].data[dgl.NID]
+            inputs[path] = tensor[source_ids].to(self.dtype or tensor.dtype)
         return inputs
 
-    return lambda ntype, ids: run_on_nodes(run_pass, g, maker, ntype, ids, read_sources, device)
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Destinations of one type, with their blocks and input rows on the CPU."""
+
+    ntype: str
+    ids: Array
+    """(n,) int64 distinct ids of the destinations."""
+    blocks: Sequence[Any]
+    inputs: dict[Path, Tensor]
+    """Rows of the sources of the first block."""
 
 
-def run_on_nodes(
-    run_pass: _Pass,
-    g: DistGraph,
-    maker: NodeMaker,
-    ntype: str,
-    ids: Array,
-    read_sources: Callable[[Any], dict[Path, Tensor]],
-    device: torch.device,
-) -> dict[Path, Tensor]:
-    """Run a pass on the blocks around the (n,) distinct ``ids``. Return their rows by path.
-
-    ``read_sources`` maps the first block to the rows of its sources, by path.
-    """
+def load_batch(maker: NodeMaker, ntype: str, ids: Array, read_sources: _ReadSources) -> Batch:
+    """Return the batch of the (n,) distinct ``ids``. Any thread may call this."""
     blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
-    inputs = read_sources(blocks[0])
-    graph_blocks = [_place_with_degrees(block, g, device) for block in blocks]
+    return Batch(ntype=ntype, ids=ids, blocks=blocks, inputs=read_sources(blocks[0]))
+
+
+def run_batch(run_pass: _Pass, g: DistGraph, batch: Batch, device: torch.device) -> dict[Path, Tensor]:
+    """Run a pass on a batch. Return the rows of its destinations by path, on ``device``."""
+    inputs = {path: rows.to(device) for path, rows in batch.inputs.items()}
+    graph_blocks = [_place_with_degrees(block, g, device) for block in batch.blocks]
     for block in graph_blocks:
         note_edge_order(block, g.orig_edge_ids)
     output = run_pass(graph_blocks, nest(inputs))
-    return _select_leaves(ntype, output, g, len(ids))
+    return _select_leaves(batch.ntype, output, g, len(batch.ids))
 
 
 def split_range(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
@@ -380,25 +406,6 @@ def split_range(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, 
     first, last = share
     for start in range(first, last, batch_size):
         yield start, min(start + batch_size, last)
-
-
-def _split_nodes(
-    g: DistGraph, ntype: str, share: tuple[int, int], batch_size: int
-) -> Iterator[tuple[int, int]]:
-    """Cut a rank's ``share`` of the nodes like :func:`split_range`, and also at too many in-edges."""
-    structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
-    max_edges = _BATCH_DEGREE * batch_size
-    for first, last in split_range(share, batch_size):
-        ids = np.arange(first, last)
-        degrees = np.zeros(len(ids), np.int64)
-        for structure in structures:
-            degrees += structure.in_degrees(ids)
-
-        # A batch starts where the running number of in-edges exceeds a multiple of ``max_edges``. With
-        # ``- 1``, a batch of exactly ``max_edges`` edges is not cut.
-        batch_numbers = np.maximum(np.cumsum(degrees) - 1, 0) // max_edges
-        starts = first + np.flatnonzero(np.diff(batch_numbers, prepend=-1))
-        yield from pairwise([*starts.tolist(), last])
 
 
 def gather_module(model: nn.Module) -> nn.Module:
@@ -461,52 +468,58 @@ def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dic
     return leaves
 
 
-def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], name: str) -> _Rows:
+def _compute_all(stages: PassStages, batch_size: int | None, ntypes: Sequence[str], name: str) -> _Rows:
     """Compute the rows of all nodes of ``ntypes`` in batches. Every rank must call it.
 
-    Each rank computes the nodes that it owns. ``name`` describes the barrier at the end. Raises ConfigError
-    on all ranks if a layer does not return the same tensors for all batches of a type.
+    The ranks of a server share its nodes by work. ``name`` describes the barrier at the end. Raises
+    ConfigError on all ranks if a layer does not return the same tensors for all batches of a type.
     """
-    ranges_of = {}
+    g = stages.g
+    limits = stages.choose_limits(batch_size)
+    batches_of = {}
     for ntype in ntypes:
-        owned_range = g.get_node_partition_policy(ntype).owned_range
-        ranges_of[ntype] = list(_split_nodes(g, ntype, owned_range, batch_size))
+        nodes = ServerNodes(g, ntype)
+        batches_of[ntype] = nodes.split(nodes.get_share(), limits)
 
     # All ranks must know the shapes of the results before allocation, even ranks without nodes. So each rank
     # computes its first batch of each type. An empty batch is enough if no rank has a node of the type.
-    def compute_first_batches() -> dict[str, dict[Path, Tensor]]:
+    def compute_first_batches() -> dict[str, tuple[Array, dict[Path, Tensor]]]:
         batches = {}
-        for ntype, ranges in ranges_of.items():
-            if ranges:
-                batches[ntype] = compute(ntype, np.arange(*ranges[0]))
-            elif g.num_nodes(ntype) == 0:
-                batches[ntype] = compute(ntype, np.arange(0))
+        for ntype, id_arrays in batches_of.items():
+            ids = next(id_arrays, np.arange(0) if g.num_nodes(ntype) == 0 else None)
+            if ids is not None:
+                batches[ntype] = ids, stages.run(stages.load(ntype, ids))
         return batches
 
     first_batches = run_on_all_ranks(g.session, compute_first_batches, ConfigError)
-    results = _allocate_rows(g, first_batches)
+    results = _allocate_rows(g, {ntype: leaves for ntype, (_, leaves) in first_batches.items()})
 
     def fill() -> None:
-        for ntype, ranges in ranges_of.items():
-            expected_paths = {path for path in results if find_type(path, g) == ntype}
-            for index, (first, last) in enumerate(ranges):
-                # The first batch of each type is computed already.
-                ids = np.arange(first, last)
-                batch = first_batches.pop(ntype) if index == 0 else compute(ntype, ids)
-                if set(batch) != expected_paths:
-                    raise ConfigError(
-                        f"a layer returned rows for some nodes of type {ntype!r} but not for {first} to "
-                        f"{last - 1}. It must return them for every destination, even without in-edges."
-                    )
-
-                # The rows are written directly to the memory that the ranks of this server share.
-                for path, rows in batch.items():
-                    start = first - results[path].local_range[0]
-                    results[path].local_rows()[start : start + len(rows)] = rows.cpu()
+        while first_batches:
+            ntype, (ids, leaves) = first_batches.popitem()
+            _write_rows(results, ntype, ids, leaves)
+        # One thread loads the next batch while this thread computes.
+        later_batches = ((ntype, ids) for ntype, id_arrays in batches_of.items() for ids in id_arrays)
+        for batch in run_ahead(lambda item: stages.load(*item), later_batches, depth=1, num_threads=1):
+            _write_rows(results, batch.ntype, batch.ids, stages.run(batch))
 
     run_on_all_ranks(g.session, fill, ConfigError)
     barrier(g.session, name)
     return results
+
+
+def _write_rows(results: _Rows, ntype: str, ids: Array, leaves: Mapping[Path, Tensor]) -> None:
+    """Write the rows of a batch. Raise ConfigError unless they are the same tensors as of other batches."""
+    expected_paths = {path for path, rows in results.items() if rows.part_policy.type_name == ntype}
+    if set(leaves) != expected_paths:
+        raise ConfigError(
+            f"a layer returned rows for some nodes of type {ntype!r} but not for {ids[0]} to {ids[-1]}. It "
+            "must return them for every destination, even without in-edges."
+        )
+    # The rows are written directly to the memory that the ranks of this server share.
+    for path, rows in leaves.items():
+        target = results[path]
+        target.kvstore.write_local(target.kvstore_key, ids, view_as_numpy(rows.cpu().contiguous()))
 
 
 def _allocate_rows(g: DistGraph, first_batches: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
@@ -560,7 +573,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     *,
     feature: str = FEATURE,
     label: str = LABEL,
-    batch_size: int = 4096,
+    batch_size: int | None = None,
     num_layers: int | None = None,
     ntype: str | None = None,
     inputs: Inputs | None = None,
@@ -607,6 +620,8 @@ def evaluate(  # noqa: PLR0913 - all optional
     if num_layers is None:
         results = layerwise_inference(model, g, **options)
     else:
+        # Neighbourhoods of several hops grow too fast to choose their size by the in-degrees.
+        options["batch_size"] = MIN_NODES if batch_size is None else batch_size
         results = minibatch_inference(model, g, num_layers, **options)
 
     leaves = flatten(results)
@@ -649,8 +664,8 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     list_metrics(options["task"], options["metrics"])
     read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
-    # The generator checks the batch size when its first range is requested.
-    next(split_range((0, 0), options["batch_size"]), None)
+    if options["batch_size"] is not None:
+        BatchLimits.from_batch_size(options["batch_size"])
     if options["num_layers"] is None:
         list_layers(gather_module(model), None, None)
     else:

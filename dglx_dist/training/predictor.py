@@ -24,10 +24,11 @@ from dglx_dist.training.inference import (
     evaluating,
     gather_module,
     list_layers,
+    load_batch,
     make_pass,
     nest,
     read_first_rows,
-    run_on_nodes,
+    run_batch,
 )
 from dglx_dist.training.models import InferenceLayer
 
@@ -205,7 +206,8 @@ class Predictor:
         device = find_float_parameter(self._module).device
         run_pass = self._passes[depth - 1]
         ntype = self._g.ntypes[0]
-        rows = run_on_nodes(run_pass, self._g, self._maker, ntype, ids, compute_sources, device)
+        batch = load_batch(self._maker, ntype, ids, compute_sources)
+        rows = run_batch(run_pass, self._g, batch, device)
         self._caches[depth - 1].write(ids, rows)
         return rows
 

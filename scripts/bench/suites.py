@@ -22,6 +22,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "performance": ("performance:main", "puts docs/results/index.md together from docs/results"),
     "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
     "message_passing": ("micro.message_passing:main", "DGL's kernels beside the torch path, on the CPU"),
+    "inference": ("micro.inference:main", "exact inference of all nodes beside plain DGL, edges per second"),
     "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
     "labor": (
         "micro.labor:main",

@@ -24,10 +24,11 @@ from dglx_dist.graph.dist_graph import DistGraph, StructureMode
 from dglx_dist.graph.row_kernels import request_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.push_pull import feature_columns
-from dglx_dist.training import inference
+from dglx_dist.training import node_batches
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.inference import layerwise_inference
 from dglx_dist.training.models import build_model
+from dglx_dist.training.node_batches import BatchLimits, ServerNodes
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
@@ -138,13 +139,18 @@ def test_inspect_and_plan_hold_no_edges(folders: list[str]) -> None:
 def test_evaluation_takes_fewer_nodes_at_once_where_they_have_many_edges(
     folders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inference, "_BATCH_DEGREE", 4)
+    monkeypatch.setattr(node_batches, "_MAX_DEGREE", 4)
     with start_session():
         g = DistGraph(folders[0])
         # 8 nodes have 80 in-edges, of which 32 are a batch: the 4th node has edges 30 to 39.
-        results = [*inference._split_nodes(g, NODE_TYPE, (0, 16), 8)]
-        assert results == [(0, 3), (3, 6), (6, 8), (8, 11), (11, 14), (14, 16)]
-        assert [*inference._split_nodes(g, NODE_TYPE, (5, 5), 8)] == []
+        nodes, limits = ServerNodes(g, NODE_TYPE), BatchLimits.from_batch_size(8)
+        results = [ids.tolist() for ids in nodes.split((0, 8), limits)]
+        assert results == [[0, 1, 2], [3, 4, 5], [6, 7]]
+        assert [*nodes.split((5, 5), limits)] == []
+        # A batch of exactly as many edges is not cut, and a node with more edges is a batch.
+        assert [len(ids) for ids in nodes.split((0, 8), BatchLimits(nodes=8, edges=40))] == [4, 4]
+        assert [len(ids) for ids in nodes.split((0, 3), BatchLimits(nodes=8, edges=9))] == [1, 1, 1]
+        assert [len(ids) for ids in nodes.split((0, 8), BatchLimits(nodes=3, edges=999))] == [3, 3, 2]
         edges: list[int] = []
 
         def degree(block: Any, _: Any) -> Any:
@@ -153,7 +159,8 @@ def test_evaluation_takes_fewer_nodes_at_once_where_they_have_many_edges(
 
         computed = layerwise_inference(torch.nn.Identity(), g, batch_size=64, layers=[degree])
         assert computed[:].tolist() == [10.0] * NODES
-        assert (sum(edges), max(edges)) == (10 * NODES, 260)
+        # 256 edges are allowed at a time, so a batch has 25 nodes.
+        assert (sum(edges), max(edges)) == (10 * NODES, 250)
 
 
 @pytest.mark.parametrize("strategy", ["full_graph", "shared_preload", "lambda"])

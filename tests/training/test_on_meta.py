@@ -24,7 +24,7 @@ from dglx_dist.planner.records import ChoiceOptions, Draws
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import relational
-from dglx_dist.training.inference import _make_compute, make_pass, read_first_rows
+from dglx_dist.training.inference import PassStages, make_pass, read_first_rows
 from dglx_dist.training.loop import Accumulation, Step, _train_step
 from dglx_dist.training.models import SymmetricConv, build_model
 from dglx_dist.training.relational import HGT, RGCN
@@ -87,9 +87,15 @@ def test_layers_of_an_evaluation_stay_on_the_device_of_the_model(dataset: str, k
         layer: Any = with_degrees
         if kind != "degrees":
             layer = equality.model_of(kind, g).float().to(META).inference_layers()[0]  # type: ignore[operator]
-        rows, target = read_first_rows(g, "feat", None), (META, torch.float32)
-        compute = _make_compute(make_pass(layer), g, open_neighborhood_maker(g, 1), rows, target)
-        (out,) = compute(NODE_TYPE, np.arange(9)).values()
+        stages = PassStages(
+            g=g,
+            maker=open_neighborhood_maker(g, 1),
+            run_pass=make_pass(layer),
+            rows=read_first_rows(g, "feat", None),
+            device=META,
+            dtype=torch.float32,
+        )
+        (out,) = stages.run(stages.load(NODE_TYPE, np.arange(9))).values()
         assert out.is_meta
         assert len(out) == 9
 

@@ -33,14 +33,12 @@ def time_call(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - begin, result
 
 
-def in_turn(
-    contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0
-) -> dict[str, list[float]]:
+def in_turn(contestants: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
     """Return the results of each contestant. They run in turn, so that a slow moment affects all of them.
 
     The first ``warm_up`` rounds are left out.
     """
-    results: dict[str, list[float]] = {name: [] for name in contestants}
+    results: dict[str, list[T]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
             results[name].append(contestant())

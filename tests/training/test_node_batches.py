@@ -1,0 +1,81 @@
+"""Passes over all nodes: ranks of a server share them by work, and the next batch is loaded ahead."""
+
+import threading
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.training import inference
+from dglx_dist.training.inference import layerwise_inference
+from dglx_dist.training.node_batches import ServerNodes
+from tests.helpers.ranks import run_ranks
+
+NODES = 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Node 0 has 200 in-edges and each other node has 1. Both parts are on one server."""
+    folder = tmp_path_factory.mktemp("batches") / "star"
+    destinations = np.concatenate([np.zeros(199, np.int64), np.arange(NODES)])
+    number = np.arange(NODES)
+    write_dataset(
+        RawGraph(
+            name="star",
+            num_nodes={NODE_TYPE: NODES},
+            edges={EDGE_TYPE: (np.arange(299) % NODES, destinations)},
+            node_data={NODE_TYPE: {"feat": np.ones((NODES, 2), np.float32)}},
+            num_classes={NODE_TYPE: 1},
+        ),
+        Assignment(num_parts=2, part_of={NODE_TYPE: (number // 50).astype(np.int32)}, method="hash", seed=0),
+        folder,
+    )
+    return str(folder)
+
+
+def get_shares(folder: str) -> list[Any]:
+    with start_session():
+        g = DistGraph(folder)
+        degrees = layerwise_inference(torch.nn.Identity(), g, layers=[lambda block, _: block.in_degrees()])
+        return [ServerNodes(g, NODE_TYPE).get_share(), degrees[:].tolist()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_of_a_server_get_equal_work(folder: str, ranks: int) -> None:
+    results = run_ranks(get_shares, ranks, args=(folder,), ranks_per_server=ranks)
+    # The work is 299 in-edges and 8 for each node: 208 for node 0, and 9 for each other node.
+    shares = {1: [(0, 100)], 2: [(0, 39), (39, 100)], 3: [(0, 19), (19, 60), (60, 100)]}[ranks]
+    assert [tuple(share) for share, _ in results] == shares
+    assert all(degrees == [200] + [1] * 99 for _, degrees in results)
+
+
+def test_next_batch_is_loaded_while_a_batch_is_computed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loaded, condition = inference.load_batch, set(), threading.Condition()
+
+    def load_and_note(maker: Any, ntype: str, ids: Any, read_sources: Any) -> Any:
+        batch = load(maker, ntype, ids, read_sources)
+        with condition:
+            loaded.add(int(ids[0]))
+            condition.notify()
+        return batch
+
+    def wait_for_next(block: Any, rows: Any) -> Any:
+        ids = block.dstdata[dgl.NID].tolist()
+        # The first batch is computed before the rows are allocated, and the last one has no next batch.
+        is_inner = ids[0] > 0 and ids[-1] < NODES - 1
+        with condition:
+            assert not is_inner or condition.wait_for(lambda: ids[-1] + 1 in loaded, timeout=30)
+        return rows[: block.num_dst_nodes()]
+
+    monkeypatch.setattr(inference, "load_batch", load_and_note)
+    with start_session():
+        g = DistGraph(folder)
+        rows = layerwise_inference(torch.nn.Identity(), g, layers=[wait_for_next], batch_size=10)
+        assert rows[:].tolist() == [[1.0, 1.0]] * NODES
