@@ -24,7 +24,6 @@ from dglx_dist.compat.namespace import ScriptModel
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
 from dglx_dist.data.partition.prepare import content_key, partition_to_disk
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.files import (
     name_write_failures,
     partial_folder,
@@ -34,6 +33,7 @@ from dglx_dist.data.storage.files import (
 )
 from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
+from dglx_dist.data.storage.remote import is_dataset, stage_dataset
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.clusters import ClusterGCNSampler
 from dglx_dist.dataloading.own_order import UserColumns, check_order
@@ -87,7 +87,7 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     StorageError if the cache cannot be written. This is checked before the graph is partitioned.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
-    if (folder / MANIFEST).is_file():
+    if is_dataset(folder):
         damage = _find_damage(folder)
         if not damage:
             return folder
@@ -152,7 +152,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         g: Homogeneous or heterogeneous graph with its node and edge data.
         graph_name: Name of the graph and of its folder.
         num_parts: Number of parts P. It does not depend on the number of ranks and servers that train later.
-        out_path: Parent of the graph's folder.
+        out_path: Parent of the graph's folder, or an address in an object store.
         num_hops: Must be 1. The in-edges of owned nodes are stored, and nothing beyond them is needed.
         part_method: Name of any partitioner.
         balance_ntypes: (N,) integers. Each value is balanced separately. For homogeneous graphs only.
@@ -210,7 +210,8 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
 
     folder = Path(out_path) if format == "dgl" else Path(out_path) / graph_name
     graph = load_dataset(g, name=graph_name)
-    partition_to_disk(graph, folder, plan, weights=type_weights, write_columns=write_slices)
+    with stage_dataset(folder, overwrite, format=format) as target:
+        partition_to_disk(graph, target, plan, weights=type_weights, write_columns=write_slices)
     return original_ids(folder) if return_mapping else None
 
 
@@ -257,10 +258,10 @@ def distribute(
     ``cache`` on a shared disk.
 
     Args:
-        graph: A DGLGraph (only rank 0's is used), anything that ``load_dataset`` accepts, the folder of a
-            partitioned dataset, or the JSON file of a partition in DGL's format. The columns of a DGLGraph
-            keep their names, dtypes and shapes. Exceptions are masks of splits (bool), integers in ``label``
-            (int64, (N,)) and bfloat16 (float32). Columns of other sources get our names (``feat``,
+        graph: A DGLGraph (only rank 0's is used), anything that ``load_dataset`` accepts, the folder or the
+            address of a partitioned dataset, or the JSON file of a partition in DGL's format. The columns of
+            a DGLGraph keep their names, dtypes and shapes. Exceptions are masks of splits (bool), integers in
+            ``label`` (int64, (N,)) and bfloat16 (float32). Columns of other sources get our names (``feat``,
             ``label``), see ``load_dataset``.
         strategy: Name or alias of a strategy. None: the strategy of the session, or the default of
             :func:`init`.
@@ -286,7 +287,7 @@ def distribute(
             return None
 
         if isinstance(graph, (str, PathLike)):
-            argument = _find_dataset_argument(Path(graph).expanduser())
+            argument = _find_dataset_argument(graph)
             if argument is not None:
                 balanced = list_names(balance)
                 _refuse_partitioning(graph, parts=parts, method=method, balance=balanced, seed=seed)
@@ -340,8 +341,9 @@ def _session_for(strategy: str | None) -> Session:
     return session
 
 
-def _find_dataset_argument(path: Path) -> Literal["folder", "part_config"] | None:
-    if (path / MANIFEST).is_file():
+def _find_dataset_argument(location: str | PathLike[str]) -> Literal["folder", "part_config"] | None:
+    path = Path(location).expanduser()
+    if is_dataset(location):
         return "folder"
     return "part_config" if path.suffix == ".json" and is_dgl_config(path) else None
 

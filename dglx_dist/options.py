@@ -6,6 +6,7 @@ it. :func:`read_options` makes a record from options by name.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -114,8 +115,28 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-path_option = partial(option, kind=Path, parse=lambda value, _flag: str(value))
-"""Like :func:`option`, for a path in a field of type ``str``."""
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.DOTALL)
+
+
+def find_address(location: str | os.PathLike[str]) -> str | None:
+    """Return ``location`` as an address such as ``s3://bucket/name``, or None if it is a path or a name.
+
+    ``Path`` removes a slash of an address, which is put back.
+    """
+    match = _ADDRESS.fullmatch(os.fspath(location))
+    if match is None or (isinstance(location, str) and len(match[2]) < 2):
+        return None
+    slashes = "///" if match[1] in ("file", "local") else "//"
+    return f"{match[1]}:{slashes}{match[3]}"
+
+
+def format_location(location: str | os.PathLike[str]) -> str:
+    """Return a path or an address as text."""
+    return find_address(location) or str(location)
+
+
+path_option = partial(option, kind=Path, parse=lambda value, _flag: format_location(value))
+"""Like :func:`option`, for a path or an address in a field of type ``str``."""
 
 
 def list_options(config: type) -> list[tuple[Field[Any], Option]]:

@@ -17,7 +17,15 @@ from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import find_flag, named_values, option, parse_fractions, select_common_fields
+from dglx_dist.options import (
+    find_address,
+    find_flag,
+    format_location,
+    named_values,
+    option,
+    parse_fractions,
+    select_common_fields,
+)
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, RawGraph
 from dglx_dist.report.tables import plural
 
@@ -43,8 +51,11 @@ def ingest(config: IngestCommand) -> None:
     """
     from dglx_dist.data.ingest.graph import ingest as build
     from dglx_dist.data.ingest.graph import write_description
+    from dglx_dist.data.storage.remote import stage_dataset
 
-    result = build(read_config(config.config), config)
+    out = format_location(config.out)
+    with stage_dataset(out, config.overwrite) as target:
+        result = build(read_config(config.config), replace(config, out=target))
     manifest = result.manifest
     for ntype, columns in manifest.node_columns.items():
         ids = manifest.user_ids.get(ntype, "row numbers")
@@ -59,11 +70,11 @@ def ingest(config: IngestCommand) -> None:
         write_description(result, config.output_description)
         write(f"detected settings: {config.output_description}")
 
-    commands = f"dglx partition {shlex.quote(str(config.out))} --parts 4 --out DIR"
-    train = suggest_training_command(config.out, manifest.node_columns, manifest.edge_columns)
+    commands = f"dglx partition {shlex.quote(out)} --parts 4 --out DIR"
+    train = suggest_training_command(out, manifest.node_columns, manifest.edge_columns)
     if train:
         commands = f"{train} or {commands}"
-    write(f"written to {config.out}; next: {commands}")
+    write(f"written to {out}; next: {commands}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,24 +335,31 @@ def partition(config: PartitionCommand) -> None:
 def _partition(config: PartitionCommand) -> None:
     from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
     from dglx_dist.data.storage.manifest import check_target
+    from dglx_dist.data.storage.remote import fetch_tables, stage_dataset
     from dglx_dist.memory import return_memory
 
     options = PartitionOptions(**select_common_fields(config, PartitionOptions))
     plan = PartitionPlan(**select_common_fields(config, PartitionPlan) | {"options": options})
-    out, trainers = config.out, plan.trainers_per_part
-    check_target(out, plan.overwrite)
+    out, trainers = format_location(config.out), plan.trainers_per_part
+    is_address = find_address(out) is not None
+    if not is_address:
+        check_target(config.out, plan.overwrite)
 
     # This comes first, so that a wrong name fails before minutes of loading.
     cut = f"{plural(plan.num_parts, 'part')} by {plan.partitioner}"
     if trainers > 1:
         cut += f", each for {trainers} trainers"
 
-    with _join_ranks(config) as ranks:
+    with (
+        _join_ranks(config) as ranks,
+        stage_dataset(out, plan.overwrite, format=plan.format, is_first=ranks.is_first) as target,
+    ):
         tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
         if plan.memory is not None:
             return_memory()
-        with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
-            graph = load_graph(config.data, workspace=workspace, **config.source_options)
+        data = fetch_tables(config.data)
+        with open_work(data, target, plan, ranks, **config.source_options) as workspace:
+            graph = load_graph(data, workspace=workspace, **config.source_options)
             tell(f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {cut}")
             if config.split is not None:
                 graph = draw_splits(graph, config.split, plan.seed)
@@ -349,22 +367,20 @@ def _partition(config: PartitionCommand) -> None:
                 check_time(graph, config.time)
             node_columns = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
             _note_missing_columns(graph, node_columns, tell)
-            quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
+            quality = partition_to_disk(
+                graph, target, plan, workspace=workspace, write_columns=None if is_address else _write_columns
+            )
 
     balance = ", ".join(f"{name} {ratio:.3f}" for name, ratio in quality.balance.items())
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
         f"replication factor {quality.replication_factor:.2f}; balance {balance}"
     )
-    if config.time is not None and ranks.is_first:
-        _sort_by_time(out, config.time)
+    if config.time is not None and ranks.is_first and not is_address:
+        _sort_by_time(config.out, config.time)
     for name, ratio in quality.missed.items():
         tell(f"warning: {name} reached {ratio:.3f}, more than requested", style="yellow")
 
-    commands = ""
-    if plan.format == "dglx":
-        train = suggest_training_command(out, node_columns, graph.edges, plan.num_parts * trainers)
-        commands = f"; next: dglx inspect {shlex.quote(str(out))}"
-        if train:
-            commands += f", {train}"
-    tell(f"written to {out}{commands}")
+    train = suggest_training_command(out, node_columns, graph.edges, plan.num_parts * trainers)
+    commands = f"; next: dglx inspect {shlex.quote(out)}" + (f", {train}" if train else "")
+    tell(f"written to {out}{commands if plan.format == 'dglx' else ''}")

@@ -19,10 +19,11 @@ import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
+from dglx_dist.data.storage.remote import fetch_tables
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
 from dglx_dist.memory import format_bytes
-from dglx_dist.options import check_integer, check_names
+from dglx_dist.options import check_integer, check_names, format_location
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -431,7 +432,7 @@ def load_dataset(
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (:data:`FORMATS`),
             ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source
-            explicitly.
+            explicitly. A path may be an address in an object store. Its objects are copied to a cache.
         workspace: Workspace for limited memory. Arrays of edges are mapped into it.
         options: Options of the source. See its class.
 
@@ -445,7 +446,9 @@ def load_dataset(
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
 
-    name, location = _find_source(os.fspath(spec))
+    spec = fetch_tables(format_location(spec))
+    name, location = _find_source(spec)
+    location = fetch_tables(location)
     source = DATASETS.get(name)(location, options)
     source.workspace = workspace
     if workspace is not None and not source.external:

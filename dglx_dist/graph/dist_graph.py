@@ -40,6 +40,7 @@ from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
 from dglx_dist.internals.message_passing import install, is_on_torch_path, place
 from dglx_dist.memory import machine_memory
+from dglx_dist.options import format_location
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
     """Open a dataset on every rank. The first rank of each machine checks its files. All ranks call this.
 
+    If the dataset is in an object store, each server fetches its parts.
+
     Raises StorageError on all ranks, if a rank cannot open the dataset or the ranks see different datasets.
     If an id is out of range, the rank that checks raises DatasetError instead.
     """
@@ -68,7 +71,13 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     checked_dataset = run_on_all_ranks(session, check_and_open)
     dataset = run_on_all_ranks(session, open_checked)
     checksum = dataset.manifest.checksum
-    check_equal(session, f"the dataset in {folder}", checksum, "copy it again", StorageError)
+    check_equal(session, f"the dataset in {format_location(folder)}", checksum, "copy it again", StorageError)
+
+    # One rank of each server fetches the parts that the server owns.
+    own_parts = Placement(dataset.manifest.num_parts, session.topology).local_parts
+    run_on_all_ranks(
+        session, lambda: dataset.fetch_parts(own_parts if session.topology.local_rank == 0 else ())
+    )
     return dataset
 
 
@@ -219,7 +228,8 @@ class DistGraph(Shared):
     a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
 
     Args:
-        folder: Folder that ``dglx partition`` wrote.
+        folder: Folder that ``dglx partition`` wrote, or its address in an object store. Each server fetches
+            the parts that it owns into a local cache.
         part_config: JSON file of DGL to use instead. It is imported once into ``<name>.dglx`` beside it.
         structure: ``replicated``: every server maps the in-edges of the complete graph. ``partitioned``:
             every server maps the in-edges of its own parts and requests the others. ``auto``: replicated if

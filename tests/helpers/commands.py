@@ -33,7 +33,8 @@ def dglx(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def _main(arguments: tuple[str, ...], environment: dict[str, str], working: str, folder: Path) -> None:
     os.environ.clear()
-    os.environ.update({name: value for name, value in environment.items() if not name.startswith("DGLX_")})
+    kept = {name for name in environment if not name.startswith("DGLX_") or name == "DGLX_DATASET_CACHE"}
+    os.environ.update({name: environment[name] for name in kept})
     os.chdir(working)
     for number, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT), number)

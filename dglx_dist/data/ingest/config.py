@@ -5,18 +5,22 @@ of the description or to the current folder.
 """
 
 import json
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from glob import escape as glob_escape
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.storage.files import read_small_file
+from dglx_dist.data.storage.remote import fetch_tables
 from dglx_dist.data.tables import FileSet
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import option
+from dglx_dist.options import find_address, option
 from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 
@@ -127,7 +131,13 @@ def _read_words(entry: Fields, key: str) -> tuple[str, ...]:
 
 
 def _find_matches(pattern: str, entry: Fields) -> list[Path]:
-    """Return the files that match ``pattern`` beside the description, or else in the working folder."""
+    """Return the files that match ``pattern`` beside the description, or else in the working folder.
+
+    An address gives the copies of the objects at and below it.
+    """
+    if find_address(pattern) is not None:
+        copy = Path(fetch_tables(pattern))
+        return sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]
     folders = (Path(entry.where).absolute().parent, Path.cwd())
     for folder in folders:
         # A file may have a name such as part[1].csv, which is no pattern for itself.
@@ -214,8 +224,11 @@ class IngestConfig:
 def read_config(path: Path) -> IngestConfig:
     """Read and check a description. No table is opened.
 
+    A description at an address in an object store is copied to a cache, with the files that it names.
+
     Raises ConfigError if the file is missing or not JSON, has an unsupported key or value, or names no file.
     """
+    path = _fetch_description(path)
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
@@ -224,6 +237,32 @@ def read_config(path: Path) -> IngestConfig:
     config = IngestConfig(path=path, nodes=nodes, edges=edges, mapping=top.mapping)
     _check_types(config)
     return config
+
+
+def _fetch_description(path: Path) -> Path:
+    """Return a local copy of a description at an address, beside copies of the files that it names."""
+    address = find_address(path)
+    if address is None:
+        return path
+    folder, _, name = address.rpartition("/")
+    texts = {os.path.normpath(text) for text in _iterate_texts(read_json(Path(fetch_tables(address))))}
+    patterns = [text for text in texts if glob_escape(text) != text]
+
+    def is_wanted(file: str) -> bool:
+        return file == name or file in texts or any(fnmatch(file, pattern) for pattern in patterns)
+
+    return Path(fetch_tables(folder, is_wanted), name)
+
+
+def _iterate_texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _iterate_texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _iterate_texts(item)
 
 
 def _parse_node(entry: Fields) -> TypeSpec[str]:

@@ -31,13 +31,15 @@ from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.storage.columns import MANIFEST, safe_name
+from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import discard
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import StoredDataset, load_raw_graph, open_dataset
+from dglx_dist.data.storage.remote import is_dataset
 from dglx_dist.data.storage.writer import check_ends, sorting_budget, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.memory import read_size
+from dglx_dist.options import format_location
 from dglx_dist.records import FEATURE, REVERSE, SPLITS, Array, Assignment, RawGraph, SparseRows
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def open_work(
 
     path = Path(spec).expanduser()
     source: list[object] = [str(spec), options, _read_stamps(path)]
-    if (path / MANIFEST).is_file():
+    if is_dataset(spec):
         source = [read_manifest(path).checksum]
     with _open_plan_workspace(folder, plan, source, ranks) as workspace:
         yield workspace
@@ -132,12 +134,14 @@ def load_graph(
     if not isinstance(spec, (str, os.PathLike)):
         return load_dataset(spec, workspace=workspace, **options)
     folder = Path(spec).expanduser()
-    if not (folder / MANIFEST).is_file():
+    if not is_dataset(spec):
         return load_dataset(spec, workspace=workspace, **options)
 
     if options:
         option_name = next(iter(options))
-        raise ConfigError(f"{folder} is a dataset and has no option {option_name!r}; leave it out")
+        raise ConfigError(
+            f"{format_location(folder)} is a dataset and has no option {option_name!r}; leave it out"
+        )
     return load_raw_graph(open_dataset(folder), workspace)
 
 

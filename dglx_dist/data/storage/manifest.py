@@ -25,7 +25,9 @@ from dglx_dist.data.storage.columns import (
     node_folder,
 )
 from dglx_dist.data.storage.files import check_replaceable, place_folder, read_small_file
+from dglx_dist.data.storage.remote import DatasetMirror
 from dglx_dist.errors import StorageError
+from dglx_dist.options import find_address
 from dglx_dist.records import LABEL, Array, ColumnInfo, EdgeType
 
 FORMAT = "dglx-dataset"
@@ -277,7 +279,13 @@ def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a dataset. Raise StorageError if it is missing, damaged, or too new."""
+    """Read the manifest of a dataset in a folder or, as a path, at an address.
+
+    Raises StorageError if it is missing, damaged, or too new.
+    """
+    address = find_address(folder)
+    if address is not None:
+        folder = DatasetMirror(address).folder
     path = folder / MANIFEST
     try:
         content = read_small_file(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,9 @@ from dglx_dist.data.storage.columns import (
 )
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX, read_small_file, replace_atomically
 from dglx_dist.data.storage.manifest import Manifest, StoredArray, part_arrays, read_manifest
+from dglx_dist.data.storage.remote import DatasetMirror
 from dglx_dist.errors import ConfigError, DatasetError, StorageError, shorten_list
+from dglx_dist.options import find_address
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType, RawGraph
 
@@ -204,6 +206,8 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     """Open a partitioned dataset, and clean its cache. Not collective.
 
     Args:
+        folder: Folder of the dataset, or its address in an object store. A local copy of the dataset is
+            opened then, which fetches files when they are first needed.
         verify: See :func:`verify_files`. ``never`` also trusts the cache.
         checked: Whether another process of this machine has just opened the dataset with the same ``verify``.
 
@@ -213,7 +217,9 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     """
     if verify not in ("auto", "full", "never"):
         raise ConfigError(f"verify is {verify!r}; choose 'auto', 'full' or 'never'")
-    folder = Path(folder).absolute()
+    address = find_address(folder)
+    mirror = None if address is None else DatasetMirror(address)
+    folder = Path(folder).absolute() if mirror is None else mirror.folder
 
     if folder.name.endswith(PARTIAL_SUFFIX):
         raise StorageError(f"{folder} was left behind by a write that was killed; delete it")
@@ -230,17 +236,51 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
         path = error.filename or folder
         raise StorageError(f"{path} cannot be read by this user; change its permissions") from error
 
-    return StoredDataset(folder, manifest, cache)
+    return StoredDataset(folder, manifest, cache, mirror, "never" if verify == "never" else "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LocalFiles:
+    """Files of a dataset on this machine, and the mirror that adds missing ones."""
+
+    folder: Path
+    manifest: Manifest
+    mirror: DatasetMirror | None
+    verify: Verify
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        """Fetch those files that are not on this machine. Do nothing without a mirror.
+
+        Threads and processes may call it at the same time. Raises StorageError if a file is missing, damaged
+        or cannot be read, and DatasetError if an id in it is out of range.
+        """
+        if self.mirror is None:
+            return
+        missing = {path: self.manifest.files[path] for path in paths if not (self.folder / path).exists()}
+        if missing:
+            self.mirror.fetch(missing)
+            verify_files(self.folder, self.manifest, self.verify)
 
 
 @final
 class StoredDataset:
-    """The parts of a dataset. This machine may only have some of them."""
+    """The parts of a dataset. This machine may only have some of them.
 
-    def __init__(self, folder: Path, manifest: Manifest, cache: ArrayCache) -> None:
+    A dataset in an object store has a ``mirror``, which fetches missing files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        cache: ArrayCache,
+        mirror: DatasetMirror | None = None,
+        verify: Verify = "auto",
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.cache = cache
+        self._files = _LocalFiles(folder=folder, manifest=manifest, mirror=mirror, verify=verify)
         self._parts: dict[int, StoredPart] = {}
 
     def has_part(self, part: int) -> bool:
@@ -250,13 +290,22 @@ class StoredDataset:
         """Return one part without reading it. Raise StorageError if its files are not on this machine."""
         if part not in self._parts:
             paths = self._find_missing_files(part)
-            if paths:
+            if paths and self._files.mirror is None:
                 raise StorageError(
                     f"part {part} of {self.folder} is not on this machine: "
                     f"{shorten_list(paths)} missing; copy the folder part{part} here"
                 )
-            self._parts[part] = StoredPart(self.folder, self.manifest, part)
+            self._parts[part] = StoredPart(self._files, part)
         return self._parts[part]
+
+    def fetch_parts(self, parts: Iterable[int]) -> None:
+        """Fetch all files of ``parts`` that are not on this machine, if the dataset is in an object store."""
+        self._files.fetch([path for part in parts for path in part_arrays(self.manifest, part)])
+
+    def fetch_structure(self, etype: EdgeType) -> None:
+        """Fetch the in-edges of one type in all parts, if the dataset is in an object store."""
+        folders = [edge_folder(part, etype) for part in range(self.manifest.num_parts)]
+        self._files.fetch(f"{folder}/{name}.arrow" for folder in folders for name in ("indptr", "indices"))
 
     def _find_missing_files(self, part: int) -> list[str]:
         manifest = self.manifest
@@ -272,11 +321,12 @@ class StoredPart:
     Methods raise ConfigError for an unknown type or name, and StorageError for a missing or damaged file.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, part: int) -> None:
-        self._folder = folder
-        self._manifest = manifest
+    def __init__(self, files: _LocalFiles, part: int) -> None:
+        self._files = files
+        self._folder = files.folder
+        self._manifest = files.manifest
         self._part = part
-        self._stored = part_arrays(manifest, part)
+        self._stored = part_arrays(files.manifest, part)
         self._arrays: dict[str, Array] = {}
 
     def indptr(self, etype: EdgeType) -> Array:
@@ -320,6 +370,7 @@ class StoredPart:
         if not is_text or workspace is None or num_rows == 0:
             return self._map_array(path)
 
+        self._files.fetch([path])
         make_chunks = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
         (ids,) = concatenate_chunks(workspace, f"ids-{safe_name(ntype)}", [make_chunks], num_rows)
         return ids
@@ -335,6 +386,7 @@ class StoredPart:
     def _map_array(self, path: str) -> Array:
         # Two threads may both map a file. Either view is valid.
         if path not in self._arrays:
+            self._files.fetch([path])
             file = self._folder / path
             stored = self._stored[path]
             if stored.info == STRINGS:
@@ -371,6 +423,7 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
                     f"{dataset.folder} holds {name!r} as bfloat16; partition the graph that it was made from"
                 )
 
+    dataset.fetch_parts([0])
     part = dataset.part(0)
     destinations = _expand_destinations(part, manifest, workspace)
     node_data = {}
@@ -493,6 +546,7 @@ def _iterate_structure(dataset: StoredDataset, etype: EdgeType, name: str) -> It
 def _write_structure(
     dataset: StoredDataset, etype: EdgeType, copy: ArrayFolder, lengths: Mapping[str, int]
 ) -> None:
+    dataset.fetch_structure(etype)
     total = sum(lengths.values())
     with (
         copy.open_writer() as writer,

@@ -1,0 +1,403 @@
+"""Objects below an address such as ``s3://bucket/name``: S3 through boto3, other stores through fsspec.
+
+Nothing here keeps a local copy; see :mod:`dglx_dist.data.storage.remote`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar, final
+from urllib.parse import urlsplit
+
+from dglx_dist.errors import ConfigError, DglxError, StorageError
+
+MAX_TRIES = 5
+"""Attempts without progress after which an object counts as unreachable."""
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+PAUSE_S = 0.2
+"""First wait before another attempt. It doubles with each attempt."""
+_CHUNK_BYTES = 1 << 20
+_FSSPEC_CHUNK_BYTES = 1 << 23
+_MIN_BYTES_PER_S = 100_000
+"""Slowest transfer that is still waited for where only the time of a whole call can be limited."""
+_MAX_SMALL_BYTES = 1 << 28
+_FORBIDDEN = (
+    "401",
+    "403",
+    "AccessDenied",
+    "AllAccessDisabled",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+)
+_EXPIRED = ("ExpiredToken", "InvalidToken", "RequestExpired", "RequestTimeTooSkewed")
+_MISSING = ("404", "NoSuchKey", "NotFound")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class MissingObjectError(StorageError):
+    """An object does not exist."""
+
+
+class DamagedObjectError(StorageError):
+    """The bytes of an object differ from the checksum of its store."""
+
+
+class _TransientError(Exception):
+    """A failure that may end by itself. Its text has no address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """Size and version of an object. The version changes with the content."""
+
+    num_bytes: int
+    version: str
+
+
+class ObjectStore(ABC):
+    """Objects below one address. Names are relative to it, and "" is the object at the address itself.
+
+    All methods raise StorageError. The message names the object, but never credentials or a query.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def locate(self, name: str = "") -> str:
+        """Return the address of an object for messages, without the query of a signed URL."""
+        url, _, _ = self.address.partition("?")
+        base = url if self.address.startswith("http") else self.address
+        return f"{base.rstrip('/')}/{name}" if name else base
+
+    def list(self) -> dict[str, ObjectInfo]:
+        """Return all objects below the address by name. Empty: there is none."""
+        return self._repeat("", self._list)
+
+    def read(self, name: str, first_byte: int, num_bytes: int) -> Generator[bytes, None, None]:
+        """Yield ``num_bytes`` bytes from ``first_byte`` on, in chunks. Broken connections are opened again.
+
+        Raises MissingObjectError, and StorageError if no byte arrives in several attempts, or the object is
+        too short.
+        """
+        end = first_byte + num_bytes
+        num_tries = 0
+        while first_byte < end:
+            position = first_byte
+            try:
+                with closing(self._read(name, first_byte, end)) as chunks:
+                    for chunk in chunks:
+                        first_byte += len(chunk)
+                        yield chunk
+                if first_byte < end:
+                    raise _TransientError(f"the store ended the object at byte {first_byte} of {end}")
+            except _TransientError as problem:
+                num_tries = 1 if first_byte > position else num_tries + 1
+                self._pause(name, num_tries, problem)
+
+    def read_small(self, name: str) -> bytes:
+        """Return the content of a small object, such as JSON."""
+        return self._repeat(name, lambda: self._read_all(name))
+
+    def put(self, name: str, path: Path) -> None:
+        """Upload a file. Readers see the old object or the complete new one."""
+        self._repeat(name, lambda: self._put(name, path))
+
+    def delete(self, name: str) -> None:
+        """Delete an object. It may be missing."""
+        self._repeat(name, lambda: self._delete(name))
+
+    def _read_all(self, name: str) -> bytes:
+        content = bytearray()
+        with closing(self._read(name, 0, None)) as chunks:
+            for chunk in chunks:
+                content += chunk
+                if len(content) > _MAX_SMALL_BYTES:
+                    raise StorageError(f"{self.locate(name)} is too large; check that it is the right object")
+        return bytes(content)
+
+    def _repeat(self, name: str, call: Callable[[], T]) -> T:
+        num_tries = 0
+        while True:
+            try:
+                return call()
+            except _TransientError as problem:
+                num_tries += 1
+                self._pause(name, num_tries, problem)
+
+    def _pause(self, name: str, num_tries: int, problem: Exception) -> None:
+        """Wait before the next attempt. Raise StorageError if there were too many."""
+        if num_tries >= MAX_TRIES:
+            raise StorageError(
+                f"{self.locate(name)} cannot be reached ({problem}, {num_tries} attempts); check the network "
+                "and the endpoint of the store, then repeat the command. It resumes where it stopped."
+            ) from None
+        log.info("%s: %s; trying again", self.locate(name), problem)
+        time.sleep(PAUSE_S * 2 ** (num_tries - 1))
+
+    def _explain_missing(self, name: str) -> MissingObjectError:
+        remedy = "check the address, or upload it again"
+        return MissingObjectError(f"there is no object {self.locate(name)}; {remedy}")
+
+    def _explain_forbidden(self, name: str, reason: str) -> StorageError:
+        remedy = "log in to the store, or ask its owner for access"
+        return StorageError(f"no permission for {self.locate(name)} ({reason}); {remedy}")
+
+    @abstractmethod
+    def _list(self) -> dict[str, ObjectInfo]: ...
+
+    @abstractmethod
+    def _read(self, name: str, first_byte: int, end: int | None) -> Generator[bytes, None, None]:
+        """Yield the bytes [``first_byte``, ``end``) of one connection. None: to the end of the object."""
+
+    @abstractmethod
+    def _put(self, name: str, path: Path) -> None: ...
+
+    @abstractmethod
+    def _delete(self, name: str) -> None: ...
+
+
+@final
+class S3Store(ObjectStore):
+    """Objects in a bucket of S3 or of a compatible service.
+
+    boto3 finds credentials, region and endpoint as the AWS command line does (``AWS_PROFILE``,
+    ``AWS_ENDPOINT_URL``).
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        parts = urlsplit(address, allow_fragments=False)
+        self._bucket = parts.netloc
+        # A question mark is a valid letter of a key.
+        self._key = address.removeprefix(f"{parts.scheme}://{self._bucket}").strip("/")
+        if not self._bucket:
+            raise ConfigError(f"{address} names no bucket; write s3://BUCKET/NAME")
+
+    def _find_key(self, name: str) -> str:
+        return f"{self._key}/{name}" if self._key and name else self._key or name
+
+    @cached_property
+    def _client(self) -> Any:
+        try:
+            import boto3
+            from botocore.config import Config
+        except ImportError:
+            raise ConfigError(
+                f"{self.address} needs boto3; install it: pip install 'dglx_dist[cloud]'"
+            ) from None
+        config = Config(
+            connect_timeout=CONNECT_TIMEOUT_S,
+            read_timeout=READ_TIMEOUT_S,
+            retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
+            max_pool_connections=32,
+        )
+        return self._call("", lambda: boto3.Session().client("s3", config=config))
+
+    def _call(self, name: str, function: Callable[[], T]) -> T:
+        """Return the result of ``function``, with errors of boto3 as StorageError or _TransientError."""
+        from boto3.exceptions import S3UploadFailedError
+        from botocore import exceptions as boto
+
+        try:
+            return function()
+        except S3UploadFailedError as error:
+            # The cause has the code of the service.
+            cause = error.__context__ or error
+            raise self._explain(name, cause) from None
+        except DglxError:  # Some errors of this package are a ValueError, too.
+            raise
+        except (boto.BotoCoreError, boto.HTTPClientError, boto.ClientError, ValueError) as error:
+            raise self._explain(name, error) from None
+
+    def _explain(self, name: str, error: BaseException) -> Exception:
+        from botocore import exceptions as boto
+
+        kind = type(error).__name__
+        if isinstance(error, boto.ClientError):
+            code = error.response.get("Error", {}).get("Code", "")
+            if code == "NoSuchBucket":
+                return StorageError(
+                    f"there is no bucket {self._bucket!r} for {self.locate(name)}; create it, or correct the "
+                    "address"
+                )
+            if code in _MISSING:
+                return self._explain_missing(name)
+            if code in _FORBIDDEN + _EXPIRED:
+                return self._explain_forbidden(name, code)
+            if code == "InvalidRange":
+                return StorageError(f"{self.locate(name)} is too short; upload it again")
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status >= 500 or code in ("SlowDown", "RequestTimeout", "Throttling"):
+                return _TransientError(code)
+            return StorageError(f"{self.locate(name)} cannot be used ({code}); check the address")
+        if isinstance(error, (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError)):
+            endpoint = self._client.meta.endpoint_url
+            return _TransientError(f"{kind} at {endpoint}")
+        if isinstance(error, boto.FlexibleChecksumError):
+            return DamagedObjectError(
+                f"{self.locate(name)} differs from the checksum in its store; repeat the command, or upload "
+                "it again"
+            )
+        credentials = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)
+        if isinstance(error, (*credentials, boto.CredentialRetrievalError, boto.TokenRetrievalError)):
+            return self._explain_forbidden(name, kind)
+        return StorageError(
+            f"{self.locate(name)} cannot be used ({kind}); check the address and the endpoint"
+        )
+
+    def _list(self) -> dict[str, ObjectInfo]:
+        def collect() -> dict[str, ObjectInfo]:
+            infos = {}
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._key):
+                for entry in page.get("Contents", ()):
+                    name = entry["Key"].removeprefix(self._key)
+                    # The prefix also matches name-2/, beside name/.
+                    if entry["Key"].endswith("/") or (self._key and name and not name.startswith("/")):
+                        continue
+                    info = ObjectInfo(num_bytes=entry["Size"], version=entry["ETag"])
+                    infos[name.removeprefix("/")] = info
+            return infos
+
+        return self._call("", collect)
+
+    def _read(self, name: str, first_byte: int, end: int | None) -> Generator[bytes, None, None]:
+        span = {} if end is None else {"Range": f"bytes={first_byte}-{end - 1}"}
+        key = self._find_key(name)
+        response = self._call(name, lambda: self._client.get_object(Bucket=self._bucket, Key=key, **span))
+        with closing(response["Body"]) as body:
+            chunks = body.iter_chunks(_CHUNK_BYTES)
+            while chunk := self._call(name, lambda: next(chunks, b"")):
+                yield chunk
+
+    def _put(self, name: str, path: Path) -> None:
+        key = self._find_key(name)
+        self._call(name, lambda: self._client.upload_file(str(path), self._bucket, key))
+
+    def _delete(self, name: str) -> None:
+        key = self._find_key(name)
+        self._call(name, lambda: self._client.delete_object(Bucket=self._bucket, Key=key))
+
+
+@final
+class FsspecStore(ObjectStore):
+    """Objects of any implementation of fsspec, such as gcsfs for ``gs://``."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, path = url_to_fs(address)
+        except ImportError as error:
+            protocol = address.partition(":")[0]
+            command = f"pip install 'dglx_dist[cloud]', or the package of {protocol}:// for fsspec"
+            raise ConfigError(f"{self.locate()} needs a package ({error}); install it: {command}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.locate()} is no address ({error}); write s3://BUCKET/NAME") from None
+        self._path = path if self.locate() != address else path.rstrip("/")
+
+    def _find_path(self, name: str) -> str:
+        return f"{self._path}/{name}" if name else self._path
+
+    def _call(self, name: str, function: Callable[[], T], num_bytes: int = 0) -> T:
+        """Return the result of ``function``, with its errors as StorageError or _TransientError.
+
+        fsspec has no time-outs, so the call runs on a thread that may be left behind.
+        """
+        limit_s = READ_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                result.set_exception(error)
+
+        Thread(target=run, name="dglx-store", daemon=True).start()
+        try:
+            return result.result(limit_s)
+        except FutureTimeoutError:
+            raise _TransientError(f"no answer in {limit_s:.0f} s") from None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise self._explain_missing(name) from None
+        except PermissionError as error:
+            raise self._explain_forbidden(name, type(error).__name__) from None
+        except DglxError:
+            raise
+        except Exception as error:  # noqa: BLE001 - each implementation of fsspec has errors of its own
+            # The text of the error may have a signed URL.
+            raise _TransientError(type(error).__name__) from None
+
+    def _list(self) -> dict[str, ObjectInfo]:
+        def collect() -> dict[str, ObjectInfo]:
+            try:
+                info = self._files.info(self._path)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            if info["type"] == "file":
+                return {"": _make_info(info)}
+            entries = self._files.find(self._path, detail=True)
+            root = self._files._strip_protocol(self._path).rstrip("/") + "/"
+            return {path.removeprefix(root): _make_info(entry) for path, entry in entries.items()}
+
+        return self._call("", collect)
+
+    def _read(self, name: str, first_byte: int, end: int | None) -> Generator[bytes, None, None]:
+        path = self._find_path(name)
+        while end is None or first_byte < end:
+            last = first_byte + _FSSPEC_CHUNK_BYTES
+            last = last if end is None else min(last, end)
+            read = partial(self._files.cat_file, path, start=first_byte, end=last)
+            chunk = self._call(name, read, last - first_byte)
+            if not chunk:
+                return
+            yield chunk
+            first_byte += len(chunk)
+            if first_byte < last and end is None:
+                return
+
+    def _put(self, name: str, path: Path) -> None:
+        target = self._find_path(name)
+
+        def upload() -> None:
+            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._files.put_file(str(path), target)
+
+        self._call(name, upload, path.stat().st_size)
+
+    def _delete(self, name: str) -> None:
+        try:
+            self._call(name, lambda: self._files.rm_file(self._find_path(name)))
+        except MissingObjectError:
+            return
+
+
+def _make_info(entry: dict[str, Any]) -> ObjectInfo:
+    # Each implementation names the time and the checksum differently, so all values are the version.
+    text = repr(sorted((name, str(value)) for name, value in entry.items()))
+    return ObjectInfo(num_bytes=entry["size"], version=hashlib.sha256(text.encode()).hexdigest())
+
+
+def open_store(address: str) -> ObjectStore:
+    """Return the store of an address. Raise ConfigError if a package is missing or the address is wrong."""
+    parts = urlsplit(address)
+    if parts.username is not None or "@" in parts.netloc:
+        raise ConfigError(
+            f"the address {parts.scheme}://...{parts.path} has credentials; leave them out, and set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in to the store"
+        )
+    return S3Store(address) if parts.scheme == "s3" else FsspecStore(address)
