@@ -55,7 +55,7 @@ def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> Array:
-    """Return (L, R) uint64 keys of the draws of each hop and edge type. Type 0 has the key of the hop."""
+    """Return (L, R) uint64 keys of the draws of each hop and edge type. Type 0 has the hop's key."""
     keys = np.empty((num_hops, num_relations), np.uint64)
     for hop in range(num_hops):
         stream = _stream_key(seed, epoch, hop)
@@ -173,7 +173,7 @@ class Rule(NamedTuple):
     replace: bool
     """Whether an edge may be drawn more than once."""
     exclude: Array
-    """(X,) int64 ascending global ids of edges to exclude; usually empty."""
+    """(X,) int64 ascending global edge ids to exclude; usually empty."""
     by_source: bool = False
     """Whether :func:`draw_by_source` draws. It ignores weights and ``replace``."""
 
@@ -465,7 +465,7 @@ def draw_by_source(
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Mean number of edges per destination; -1 for all.
-        exclude: (X,) int64 ascending global ids of edges to exclude. The in-degree does not count them.
+        exclude: (X,) int64 ascending global edge ids to exclude. The in-degree does not count them.
         indptr: (K + 1,) output.
         edges: int64 ids. The first ``used`` of them are kept.
 

@@ -37,7 +37,7 @@ FEATURE, LABEL = "feat", "label"
 SEED_ID = "seed_id"
 """Node column of blocks with a tree for each seed: the position of the seed in the batch."""
 TIME = "time"
-"""Node column of blocks with times: the time of the seed."""
+"""Node column of blocks with times: the seed's time."""
 ROW_ID = "_row_id"
 """Node column of blocks with a tree for each seed: an id of the row, because a node has several rows."""
 SPLITS = TRAIN, VALIDATION, TEST = ("train_mask", "val_mask", "test_mask")
@@ -68,7 +68,7 @@ class SparseRows:
         """Return the dense rows ``rows`` ((K,) int64, any order) as (K, F)."""
         starts = self.indptr[rows]
         counts = self.indptr[rows + 1] - starts
-        # For each value that is not zero: its row in the result, and its place among the values of that row.
+        # For each value that is not zero: its row in the result, and its place among that row's values.
         result_rows = np.repeat(np.arange(len(rows)), counts)
         first_of_row = np.cumsum(counts) - counts
         places = np.arange(len(result_rows)) - np.repeat(first_of_row, counts)

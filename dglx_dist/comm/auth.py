@@ -1,4 +1,4 @@
-"""Authentication with the secret of a job, and the connections of one-sided calls.
+"""Authentication with a job's secret, and the connections of one-sided calls.
 
 Each use has its own key (:func:`derive_key`), so the secret itself is never sent. Without Curve, a connection
 presents a nonce and its HMAC. The server accepts a nonce once, so a recorded handshake cannot be repeated.
@@ -249,7 +249,7 @@ class DescriptorWatch:
 
 
 def _log_use(descriptors: list[str], limit: int) -> None:
-    """Log the numbers of open descriptors by the owner of the connection."""
+    """Log the numbers of open descriptors by the connection's owner."""
     owners = Counter(_describe_descriptor(int(descriptor)) for descriptor in descriptors)
     log.error(
         "%d of %d file descriptors are in use (%s), and this process ends when none is left. If they "

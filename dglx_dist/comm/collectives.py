@@ -40,7 +40,7 @@ def sum_over_ranks(
     """Return the sum of ``tensor`` over all ranks, without gradient. Every rank must call this.
 
     The result is bitwise equal on all ranks. ``tensor`` must have the same shape and dtype on all of them.
-    The ledger counts the bytes of a ring: each of the W ranks sends 2 (W - 1) / W times the bytes of
+    The ledger counts a ring's bytes: each of the W ranks sends 2 (W - 1) / W times the bytes of
     ``tensor`` to the next rank.
 
     Args:
@@ -196,7 +196,7 @@ class Clock:
     offset_s: float
     """Seconds to add to a time of this rank to get the time of rank 0."""
     error_s: float
-    """Largest error of ``offset_s`` at the time of the measurement: half of the fastest round trip."""
+    """Largest error of ``offset_s`` at the measurement's time: half of the fastest round trip."""
 
 
 def measure_clock(session: Session) -> Clock:

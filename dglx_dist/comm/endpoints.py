@@ -5,7 +5,7 @@ prove to each other that they know a key of the pair, which is never sent. Data 
 ``DGLX_CURVE``, rows are sent by one-sided calls instead (see exchange.py).
 
 External clients, such as stateless workers, have their own secret, port and handlers. Their secret gives no
-access to the port of the ranks, so it may be stored in places that must not know the job's secret, such as
+access to the ranks' port, so it may be stored in places that must not know the job's secret, such as
 the events of a functions service. Their port serves only operations that are registered for clients (see
 :meth:`Rpc.register`).
 """

@@ -436,7 +436,7 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
 def receive_message(connection: socket.socket, expected_header: bytes, message: Incoming) -> Iterator[None]:
     """Receive ``message`` over a non-blocking connection. Yield whenever more bytes have to arrive.
 
-    Raises PeerError if the header of the peer is not ``expected_header``. The peer then takes part in a
+    Raises PeerError if the peer's header is not ``expected_header``. The peer then takes part in a
     different exchange. Raises OSError if the connection breaks.
     """
     header = memoryview(bytearray(_HEADER.size))

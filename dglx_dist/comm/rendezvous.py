@@ -255,7 +255,7 @@ class JobStore:
         self.unsealed = store
         self._failures = store
         self.key = b""
-        """Key that authenticates the values of the session. Empty before :meth:`seal`."""
+        """Key that authenticates the session's values. Empty before :meth:`seal`."""
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s

@@ -330,7 +330,7 @@ class Pending:
         self.timeout_s = 0.0
         """Default time limit of :meth:`result`."""
         self.count: Callable[[int], None] | None = None
-        """Function that is called with the bytes of the answer when it has arrived."""
+        """Function that is called with the answer's bytes when it has arrived."""
 
     @property
     def age_s(self) -> float:
@@ -363,7 +363,7 @@ class Pending:
     def _wait(self, timeout_s: float) -> list[Array]:
         """Wait for the reply and return its arrays. Another thread may receive the reply for this one.
 
-        ``timeout_s`` counts from the time of the request. Raises PeerError if the peer is dead or silent, and
+        ``timeout_s`` counts from the request's time. Raises PeerError if the peer is dead or silent, and
         RemoteError if the peer could not answer.
         """
         link = self._link

@@ -384,7 +384,7 @@ class Session:
     step_share: StepShare | None = field(default=None, init=False)
     """Share of the current step. The loader sets it when it yields a batch."""
     model_share: StepShare | None = field(default=None, init=False)
-    """Share with which the wrapped model of the last forward pass weighs the loss of this rank."""
+    """Share with which the wrapped model of the last forward pass weighs this rank's loss."""
     timeline: Timeline = field(default_factory=Timeline, init=False)
     """Timeline of spans. It is off until it is started."""
     before_close: list[Callable[[], None]] = field(default_factory=list, init=False)

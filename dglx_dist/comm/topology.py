@@ -34,7 +34,7 @@ class Topology:
     rank: int
     world_size: int
     server_of_rank: tuple[int, ...]
-    """(W,) server of each rank. Servers are numbered from 0, and the ranks of a server are contiguous."""
+    """(W,) server of each rank. Servers are numbered from 0, and a server's ranks are contiguous."""
 
     def __post_init__(self) -> None:
         if len(self.server_of_rank) != self.world_size or not 0 <= self.rank < self.world_size:
@@ -209,7 +209,7 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
 def read_launch() -> tuple[str, int]:
     """Return a name of this start of torchrun and its number of restarts, or ("", 0) without torchrun.
 
-    On several machines the name is the id of the job, which the user may use again. It must not name the
+    On several machines the name is the job's id, which the user may use again. It must not name the
     launcher of one machine, because rank 0 may move.
     """
     variables = os.environ
@@ -400,7 +400,7 @@ def _read_flag(variables: Mapping[str, str], name: str) -> bool:
 
 
 def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T], form: str) -> T:
-    """Return the value of a variable. Raise ConfigError if ``parse`` raises ValueError for its text."""
+    """Return a variable's value. Raise ConfigError if ``parse`` raises ValueError for its text."""
     text = variables.get(name, "")
     try:
         return parse(text)
@@ -424,12 +424,12 @@ def build_rank_environment(
 ) -> dict[str, str]:
     """Return the complete environment for ``num_ranks`` ranks on this machine.
 
-    Sets glibc's allocator to keep its memory, and the threads of each rank to its share of the cores.
+    Sets glibc's allocator to keep its memory, and each rank's threads to its share of the cores.
     Settings of the user stay.
 
     Args:
         ranks_per_server: Ranks of each virtual server. The default is read from ``environment``.
-        environment: Variables to extend. The default is the environment of this process.
+        environment: Variables to extend. The default is this process's environment.
 
     Raises:
         ConfigError: a number is below 1.
@@ -446,7 +446,7 @@ def build_rank_environment(
 
 
 def set_rank_variables(variables: Mapping[str, str]) -> None:
-    """Add the variables of a rank to the environment of this process, which is a fork of the launcher."""
+    """Add the variables of a rank to this process's environment, which is a fork of the launcher."""
     os.environ.update(variables)
 
 

@@ -166,7 +166,7 @@ def decode(data: bytes) -> Head:
     except (UnicodeDecodeError, struct.error, LookupError) as error:
         raise WireError(f"the head ends too early, or has a wrong name or dtype ({error})") from None
 
-    # Check the sizes of the arrays.
+    # Check the arrays' sizes.
     num_inline = 0
     for spec in specs:
         has_negative = bool(spec.shape) and min(spec.shape) < 0

@@ -75,7 +75,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     ``part_config`` is DGL's JSON file or the folder of one of our datasets. None: the value of DGL_CONF_PATH.
     There is a warning if it holds a graph of another name, and a ConfigError if there is no partition.
 
-    Edges of a graph in one part have the ids of the source. DGL does not number them anew either.
+    Edges of a graph in one part have the source's ids. DGL does not number them anew either.
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:

@@ -179,7 +179,7 @@ class KVClient(Wrapper, of=KVStore):
         """Write the bitwise or of two tensors to a third one. Every rank must call it."""
         joined = self._tensor(operand1_name) | self._tensor(operand2_name)
         output = self._tensor(output_name)
-        # One rank of each server writes the rows of the server.
+        # One rank of each server writes the server's rows.
         if self.inner.placement.topology.local_rank == 0:
             first, end = output.local_range
             output[first:end] = joined.local_rows()
@@ -230,7 +230,7 @@ _USERS: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambd
 
 def get_users(store: KVStore) -> dict[str, WeakSet[object]]:
     """Return the objects of this rank that refer to each tensor that may be freed, by key."""
-    # Users are kept by the label of the store, because two graphs may have tensors of the same name.
+    # Users are kept by the store's label, because two graphs may have tensors of the same name.
     return _USERS.get(store.session).setdefault(store.label, {})
 
 

@@ -188,7 +188,7 @@ def get_edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
 
 
 def find_our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
-    """Return our ids for a script's ids of edges."""
+    """Return our ids for a script's edge ids."""
     edge_ids = get_edge_ids(store, etype)
     if edge_ids is None:
         return ids
@@ -207,7 +207,7 @@ def map_each_type(convert: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
 
 
 def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
-    """Return a script's ids for our ids of edges."""
+    """Return a script's ids for our edge ids."""
     edge_ids = get_edge_ids(store, etype)
     if edge_ids is None:
         return ids
@@ -269,7 +269,7 @@ def _count_rows(book: PartitionBook) -> dict[str | EdgeType, int]:
 
 
 class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
-    """Assignment of the rows of a tensor to partitions, with DGL's names.
+    """Assignment of a tensor's rows to partitions, with DGL's names.
 
     ``policy_str`` is ``node~<type>`` or ``edge~<source>:<relation>:<destination>``. ``node`` and ``edge``
     mean the only type of a graph.
@@ -314,7 +314,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
 
 @final
 class NodePartitionPolicy(PartitionPolicy):
-    """Policy of the nodes of a type."""
+    """Policy of a type's nodes."""
 
     def __init__(self, partition_book: RangePartitionBook, ntype: str = NODE_TYPE) -> None:
         super().__init__(f"node~{ntype}", partition_book)
@@ -322,7 +322,7 @@ class NodePartitionPolicy(PartitionPolicy):
 
 @final
 class EdgePartitionPolicy(PartitionPolicy):
-    """Policy of the edges of a type, which is a triple."""
+    """Policy of a type's edges, which is a triple."""
 
     def __init__(self, partition_book: RangePartitionBook, etype: EdgeType = EDGE_TYPE) -> None:
         super().__init__(f"edge~{format_type(etype)}", partition_book)

@@ -95,7 +95,7 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
 
 
 def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int) -> Array:
-    """Return (2, K + 1, S) counts of nodes and in-edges within 0 to K ``hops`` of at most 64 servers."""
+    """Return (2, K + 1, S) node counts and in-edges within 0 to K ``hops`` of at most 64 servers."""
     num_servers = len(bounds) - 1
     offsets = dataset.manifest.node_offsets[etype[2]].tolist()
     dtypes = (np.uint8, np.uint16, np.uint32, np.uint64)
@@ -160,7 +160,7 @@ def reverse_edge_ids(
 ) -> DistTensor:
     """Return the id of the reverse of every edge. Every rank must call this.
 
-    Partitioning gives edges new ids, so reverse edges by the ids of the source are wrong here. Pass the
+    Partitioning gives edges new ids, so reverse edges by the source's ids are wrong here. Pass the
     result as ``reverse_eids``. A second call with the same arguments only compares them between the ranks.
 
     Args:

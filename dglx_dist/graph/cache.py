@@ -72,7 +72,7 @@ def compute_access_probability(
     in_batch, joined_last = seed_probability, seed_probability
     not_drawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
     for fanout_of_type in reversed(fanouts):
-        # Add up the logarithms of m_h over the edges of each node.
+        # Add up the logarithms of m_h over each node's edges.
         log_missed = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
         for etype, shard in shards.items():
             source, _, destination = etype

@@ -36,7 +36,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Function from (rows of the local server (n, *row), (k,) int64 indices of rows) to values (k, *row)."""
+"""Function from (rows of the local server (n, *row), (k,) int64 row indices) to values (k, *row)."""
 
 PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 """Function of (rows of the local server (n, *row), (k,) int64 indices, values (k, *row)) that changes
@@ -49,7 +49,7 @@ PendingPull: TypeAlias = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Rows with consecutive ids in the memory of this server."""
+    """Rows with consecutive ids in this server's memory."""
 
     first: int
     """Id of the first row."""
@@ -64,7 +64,7 @@ class RowCache:
     """Some rows of one column. Immutable."""
 
     table: SlotTable
-    """Table that maps the id of a row to its slot."""
+    """Table that maps a row's id to its slot."""
     rows: Array
     """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
 
@@ -79,7 +79,7 @@ _DIRECT_IDS = 1 << 20
 
 
 Ask: TypeAlias = Callable[[RemotePlan], Sequence[tuple[Pending, int, int]]]
-"""Function that requests the ids of a plan. Returns (reply, first slot, end slot) for each message."""
+"""Function that requests a plan's ids. Returns (reply, first slot, end slot) for each message."""
 
 
 @final
@@ -309,7 +309,7 @@ class LookAheadRows:
         first_input, next_input = self._first_inputs[0], self._next_input
         num_inputs = next_input + num_ids - first_input
         if num_inputs > len(self._later_use):
-            # The length of the ring is a power of two, so that a mask finds the place of an input.
+            # The ring's length is a power of two, so that a mask finds the place of an input.
             old_uses = self._later_use
             inputs = np.arange(first_input, next_input)
             self._later_use = np.empty(1 << num_inputs.bit_length(), np.int32)

@@ -570,7 +570,7 @@ class DistTensor(Shared):
             raise ConfigError(f"{self._name!r} is data of the dataset. init_func cannot fill it.")
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Return ``values`` in the dtype of this tensor. Raise ConfigError if an integer would change."""
+        """Return ``values`` in this tensor's dtype. Raise ConfigError if an integer would change."""
         # A number without dimensions may have any dtype, as in torch.
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):
             raise ConfigError(f"{self._name!r} holds {self.dtype}. Convert the {values.dtype} values first.")

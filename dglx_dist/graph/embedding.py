@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 24
 def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 1.0) -> None:
     """Fill (n, d) floating-point rows, which start at id ``first``, with uniform draws in [-scale, scale).
 
-    The draws depend only on the seed, the name of the tensor and the id of the row.
+    The draws depend only on the seed, the name of the tensor and the row's id.
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
@@ -80,7 +80,7 @@ _COMPUTE_DTYPE = {
 class DistEmbedding(Shared):
     """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
 
-    A call of the embedding pulls the rows of a mini-batch. ``backward`` stores their gradients here, and
+    A call of the embedding pulls a mini-batch's rows. ``backward`` stores their gradients here, and
     ``step()`` of an optimizer of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows.
     Without ``step()``, at most one gradient row for each id is kept. ``torch.no_grad()`` keeps none.
 

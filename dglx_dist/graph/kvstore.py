@@ -599,7 +599,7 @@ class KVStore:
         # A writable tensor has one shard.
         (shard,) = column.shards
         local_ids = torch.from_numpy(ids - shard.first)
-        # Copy the rows, because the arrays of a message are read-only and a handler may write.
+        # Copy the rows, because a message's arrays are read-only and a handler may write.
         values = view_as_tensor(rows.copy(), column.info)
         with column.lock:
             column.on_push(view_as_tensor(shard.rows, column.info), local_ids, values)

@@ -58,7 +58,7 @@ class SparseOptimizer:
     """
 
     saved_as: ClassVar[str] = ""
-    """Kind of the optimizer in saved states. The default is the name of the class."""
+    """Kind of the optimizer in saved states. The default is the class's name."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class SparseOptimizer:
                 yield f"{index}.{name}", table, state
 
     def _open_table(self, param: DistEmbedding, optimizer_id: int) -> OwnedRows:
-        """Create the state tensors of an embedding, and return the rows of this rank. Every rank calls this.
+        """Create the state tensors of an embedding, and return this rank's rows. Every rank calls this.
 
         If a name is taken, for example by another optimizer of the embedding, ``optimizer_id`` is appended.
         """

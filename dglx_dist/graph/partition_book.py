@@ -1,4 +1,4 @@
-"""Ids of rows, and who owns the rows: partition book, row owners, and parts on servers."""
+"""Row ids, and who owns the rows: partition book, row owners, and parts on servers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype for the dtype of a column. Raise ConfigError if no column can have it."""
+    """Return torch's dtype for a column's dtype. Raise ConfigError if no column can have it."""
     if name not in _TORCH:
         raise ConfigError(f"a column cannot have dtype {name!r}. Use one of {', '.join(_TORCH)}.")
     return _TORCH[name]
@@ -99,7 +99,7 @@ _AHEAD = 8
 def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
     """View two nonempty C-contiguous (n, *row) arrays of one dtype as (n, words) arrays of equal words."""
     row_bytes = source.nbytes // len(source)
-    # A word must divide both addresses and the size of a row, and has at most 8 bytes. The lowest bit that is
+    # A word must divide both addresses and a row's size, and has at most 8 bytes. The lowest bit that is
     # set in any of these numbers is the greatest power of two that divides all of them.
     alignment_bits = source.ctypes.data | out.ctypes.data | row_bytes | 8
     word = _WORDS[alignment_bits & -alignment_bits]
@@ -451,7 +451,7 @@ def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
     """
     targets = np.empty(len(ids), np.int64)
     starts = np.zeros(len(bounds), np.int64)
-    # `targets` holds the range of each id first, and then the index of the id.
+    # `targets` holds the range of each id first, and then the id's index.
     for k in range(len(ids)):
         targets[k] = np.searchsorted(bounds, ids[k], side="right") - 1
         starts[targets[k] + 1] += 1

@@ -82,7 +82,7 @@ def draw_in_edges(
 ) -> InEdges:
     """Draw at most ``fanout`` in-edges, or all with -1, of each of the (K,) int64 ``nodes``.
 
-    The edges are those of the edge type that ``structure`` holds. ``exclude`` has (M,) int64 ids of edges
+    The edges are those of the edge type that ``structure`` holds. ``exclude`` has (M,) int64 edge ids
     that are never drawn. The server that owns a node makes uniform draws. With weights or excluded edges this
     rank fetches all in-edges, and draws in proportion to the weights. Edges of weight 0 are never drawn.
     """
@@ -198,7 +198,7 @@ def _resolve_type(key: object, types: Collection[K], what: str) -> K:
 
 
 def _pull_weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -> Array:
-    """Return the (e,) float64 weights of edges. Raise ConfigError if they are no numbers of at least 0."""
+    """Return the (e,) float64 edge weights. Raise ConfigError if they are no numbers of at least 0."""
     data = g.edges[etype].data
     key = g.get_edge_partition_policy(etype).key(name)
     # A tensor that was set under `name` on this rank has another key. An unknown name fails in the pull.

@@ -80,7 +80,7 @@ def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes:
 
 
 def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
-    """Return the name of this machine, and the number of rows of its servers."""
+    """Return this machine's name, and the number of rows of its servers."""
     topology = session.topology
     own_host = session.hosts[topology.rank]
     hosts = zip(topology.server_of_rank, session.hosts, strict=True)
@@ -196,7 +196,7 @@ def map_shared_rows(
 
 
 def _create_file(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
-    """Create and fill the file. Return the text of an error, or "" if there was none."""
+    """Create and fill the file. Return an error's text, or "" if there was none."""
     # A file of 0 bytes cannot be mapped.
     num_bytes = max(1, count * math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize)
     try:

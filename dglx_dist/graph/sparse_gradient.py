@@ -25,7 +25,7 @@ class RowSum(NamedTuple):
     rows: Array
     """(n, d) float32 or float64 rows."""
     indices: Array
-    """(k,) int64 indices in [0, n): the row of each id."""
+    """(k,) int64 indices in [0, n): each id's row."""
     weight: float = 1.0
 
     def compact(self) -> RowSum:
@@ -80,7 +80,7 @@ def _add(gradient: RowSum, slots: Array, out: Array, num_filled: int) -> int:
 
 
 # Kernels of updates. (k,) int64 ``targets`` are distinct rows of (n, d) ``weight``, one for each gradient.
-# ``gradient.ids`` are the rows of the states. The error model "numpy" does not check divisions for 0, so that
+# ``gradient.ids`` are the states' rows. The error model "numpy" does not check divisions for 0, so that
 # loops are vectorised. Each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_sgd(
@@ -159,7 +159,7 @@ class RowGradient:
     rows: Array
     """(k, d) float32 or float64 rows. They are read-only, because autograd may share their memory."""
     share: StepShare | None
-    """Share of the step at the time of the call."""
+    """Share of the step at the call's time."""
     wait: Callable[[], None] | None = None
     """Function that waits until ``rows`` have arrived from a device, or None if they are on the host."""
 
@@ -187,7 +187,7 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
 
 
 def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
-    """Return this rank's contribution to the gradient of a step, or None if no weight is above 0.
+    """Return this rank's contribution to a step's gradient, or None if no weight is above 0.
 
     ``gradients`` are in the order of the backward passes. Raises ConfigError if a weight is unknown.
     """

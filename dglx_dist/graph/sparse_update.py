@@ -300,7 +300,7 @@ class SparseExchange:
     def _send(
         self, sums: Sequence[RowSum | None], is_used: Sequence[bool], problem: str = ""
     ) -> list[Pending]:
-        """Send this rank's gradients of one step to the owners of the rows, and return the calls.
+        """Send this rank's gradients of one step to the rows' owners, and return the calls.
 
         ``sums`` and ``is_used`` have one entry for each table. If this rank has a ``problem``, it sends that
         instead, because the others wait for a message of every rank. The call starts a new step.
@@ -360,7 +360,7 @@ class SparseExchange:
         return []
 
     def _accept(self, sender: int, step: int, message: StepMessage) -> None:
-        """Apply the gradients of a message, or keep them until those of all ranks have arrived."""
+        """Apply a message's gradients, or keep them until those of all ranks have arrived."""
         if self._staleness is None:
             self._mailbox.put(step, None, sender, message)
             return

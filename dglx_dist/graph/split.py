@@ -37,7 +37,7 @@ def node_split(
         nodes: Mask over all nodes of ``ntype``, or ids of some nodes; see :func:`read_marked_ids`.
         partition_book: ``g.get_partition_book()``. The default is the book of the DistTensor or of the graph
             that was opened last.
-        ntype: Type of the nodes. The default is the type of the column.
+        ntype: Type of the nodes. The default is the column's type.
         rank: Rank of the share. The default is this rank.
         force_even: Whether shares differ by at most one over all ranks. Each server then gets a run of the
             marked nodes, and may own only some of them. Otherwise each server divides its own nodes. Within a
@@ -73,7 +73,7 @@ def edge_split(
 
 
 def _resolve_type(marked: Marked, kind: str, name: T, default: T) -> T:
-    # The default stands for the type of the column.
+    # The default stands for the column's type.
     if name == default and isinstance(marked, DistTensor) and marked.part_policy.kind == kind:
         return cast("T", marked.part_policy.type_name)
     return name
@@ -131,7 +131,7 @@ def _split(
 ) -> Tensor:
     """Return a rank's share of the marked nodes or edges. The arguments are those of :func:`node_split`.
 
-    Server s owns the ids ``bounds[s]:bounds[s + 1]``. The default of ``rank`` is the rank of the session.
+    Server s owns the ids ``bounds[s]:bounds[s + 1]``. The default of ``rank`` is the session's rank.
     """
     session = marked.kvstore.session if isinstance(marked, DistTensor) else current_session()
     topology = session.topology

@@ -134,7 +134,7 @@ def open_time_orders(g: DistGraph, columns: TimeColumns) -> dict[EdgeType, dict[
 
     Types without times are left out. The first run sorts the edges. Every rank must call this. Raises
     StorageError on all ranks if a part is missing, or the disk fails, and ConfigError if the program has
-    given the name of a column to another tensor.
+    given a column's name to another tensor.
     """
     run_on_all_ranks(g.session, partial(_check_names, g, columns))
     is_first = g.session.topology.local_rank == 0

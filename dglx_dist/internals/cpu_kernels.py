@@ -48,7 +48,7 @@ def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
 
 
 class _Positions:
-    """Positions of edges, read once on demand. Copies and saved objects have none."""
+    """Edge positions, read once on demand. Copies and saved objects have none."""
 
     def __init__(self, find: Callable[[Tensor], Tensor]) -> None:
         self._find = find

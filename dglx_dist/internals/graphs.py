@@ -1,4 +1,4 @@
-"""Private parts of DGL's graphs: structures, frames of columns, and graphs that lack some of their out-edges.
+"""Private parts of DGL's graphs: structures, column frames, and graphs that lack some of their out-edges.
 
 Tested on DGL 1.1.3 and 2.1.0.
 """
@@ -168,7 +168,7 @@ class BlockTypes:
 def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     """Return the graph or block without its empty edge types. It is unchanged if all types are empty.
 
-    A model over several types then returns rows only for the types of the seeds, as scripts expect. Node
+    A model over several types then returns rows only for the seeds' types, as scripts expect. Node
     types and the data of nodes and edges stay.
     """
     etypes = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
@@ -272,8 +272,8 @@ def make_fetched_frame(own_rows: Frame, fetch: Callable[[str, Tensor], Tensor], 
 class InEdgesOnly:
     """Descriptor for ``_graph`` of a DGL graph with an index that cannot be reversed in forward.
 
-    DGL reverses a graph to sum over the out-edges of a source, but this rank has only some of them. A softmax
-    over the edges of each source would be wrong. In backward DGL reverses the graph to propagate gradients to
+    DGL reverses a graph to sum over a source's out-edges, but this rank has only some of them. A softmax
+    over each source's edges would be wrong. In backward DGL reverses the graph to propagate gradients to
     this rank's copies of the sources. That is correct, because the exchange adds them up.
     """
 

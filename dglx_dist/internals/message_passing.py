@@ -1,7 +1,7 @@
 """DGL's message passing in torch operations, for devices that DGL's own kernels do not serve.
 
 On a graph that :func:`place` has put on a device, DGL's operators (``update_all``, ``apply_edges``,
-``edge_softmax``, ``dgl.ops``) run the functions of this module. On every other graph they run DGL's own
+``edge_softmax``, ``dgl.ops``) run this module's functions. On every other graph they run DGL's own
 kernels. Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0, 2.13.0 and 2.15.0.
 
 No function waits for the device, except for the in-edges of some nodes, which DGL asks for in user-defined
@@ -178,7 +178,7 @@ def count_heads(lhs: Tensor, rhs: Tensor) -> int:
 def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
     """Compute messages from sources and edges, and reduce them to (D, ...) rows of the destinations.
 
-    Sums of source rows, with or without weights of edges, are sparse products without messages.
+    Sums of source rows, with or without edge weights, are sparse products without messages.
     """
     weights = rhs if op == "mul" else None
     num_heads = 0
@@ -202,9 +202,9 @@ def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
 
 
 def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> Tensor:
-    """Compute the softmax of the scores of edges.
+    """Compute the softmax of the edge scores.
 
-    The scores are normalised over the in-edges of each destination if ``norm_by`` is "dst", or over the
+    The scores are normalised over each destination's in-edges if ``norm_by`` is "dst", or over the
     out-edges of each source if it is "src". ``eids`` are the edges that have scores, or ``ALL``.
     """
     # Indices of distributed graphs refuse a reversal.
@@ -302,7 +302,7 @@ def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tenso
     Args:
         rows: (N, A) rows.
         matrices: (R, A, B) matrices.
-        idx_a: (K,) indices of rows. None means 0 to K - 1.
+        idx_a: (K,) row indices. None means 0 to K - 1.
         idx_b: (K,) indices of matrices. None means 0 to K - 1.
 
     Returns:

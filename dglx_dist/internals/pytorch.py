@@ -133,7 +133,7 @@ def leave_to_python() -> None:
 
 
 _SOURCES = WeakTensorKeyDictionary()
-"""Ids on a device to (their source tensor on the host, the versions of both at the time of the copy)."""
+"""Ids on a device to (their source tensor on the host, the versions of both at the copy's time)."""
 
 
 def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -> Tensor:

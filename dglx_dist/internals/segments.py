@@ -23,7 +23,7 @@ Rows: TypeAlias = Tensor | None
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PIECE = 2**24
-"""Number of elements of rows that are gathered to edges at a time for gradients of weights."""
+"""Number of elements of rows that are gathered to edges at a time for weight gradients."""
 
 
 @final
@@ -76,7 +76,7 @@ class Segments:
         return self.offsets_and_order[0].diff()
 
     def sort_by_node(self, rows: Tensor) -> Tensor:
-        """Sort the (E, ...) rows of edges, which are in the order of edge ids, by node."""
+        """Sort the (E, ...) edge rows, which are in the order of edge ids, by node."""
         order = self.offsets_and_order[1]
         return rows if order is None else rows.index_select(0, order)
 
@@ -84,11 +84,11 @@ class Segments:
         """Reduce the rows of each node's edges.
 
         Args:
-            ordered: (E, ...) rows of edges, sorted by node.
+            ordered: (E, ...) edge rows, sorted by node.
             how: "sum", "max" or "min".
 
         Returns:
-            (N, ...) rows of nodes. A node without edges has 0 for "sum", and an infinity otherwise.
+            (N, ...) node rows. A node without edges has 0 for "sum", and an infinity otherwise.
         """
         if how == "sum" and ordered.dtype in _HALVES:
             return self.reduce(ordered.float(), how).to(ordered.dtype)
@@ -138,7 +138,7 @@ class Relation:
         return gather(rows, self.by_src if target == "u" else self.by_dst)
 
     def multiply(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the weighted rows of the sources over the in-edges of each destination.
+        """Sum the weighted rows of the sources over each destination's in-edges.
 
         Args:
             rows: (S, H, F) rows of the sources.
@@ -208,7 +208,7 @@ class _Sum(Function):
 
 
 class _Extreme(Function):
-    """Maximum or minimum over the edges of each node, separately for each column.
+    """Maximum or minimum over each node's edges, separately for each column.
 
     If several edges have the extreme value, the gradient goes to the first of them, as in DGL.
     """
@@ -299,7 +299,7 @@ class _Softmax(Function):
 
 
 gather: Callable[[Tensor, Segments], Tensor] = _Gather.apply
-"""Function that copies the (N, ...) rows of nodes to their edges. It returns (E, ...) rows."""
+"""Function that copies the (N, ...) node rows to their edges. It returns (E, ...) rows."""
 sum_edges: Callable[[Tensor, Segments], Tensor] = _Sum.apply
 _find_extremes: Callable[[Tensor, Segments, str], Tensor] = _Extreme.apply
 weighted_sum: Callable[[Tensor, Rows, Relation], Tensor] = _WeightedSum.apply

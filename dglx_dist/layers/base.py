@@ -69,7 +69,7 @@ class SplittableConv(nn.Module, ABC):
     """A graph convolution as the stages of P3's P-TAGS interface (section 3.4).
 
     Stages before *sync* are linear in the input columns. Each part computes them with its own columns and its
-    own rows of the weights, and the results of the parts are summed:
+    own rows of the weights, and the parts' results are summed:
 
     * *partition*: :attr:`cut` names the weights that have one row (or column) per input column;
     * *transform*: computation per source node, before edges;
@@ -313,7 +313,7 @@ class SplitsTypes(ABC):
 
     @abstractmethod
     def make_first_stages(self, widths: Mapping[str, int]) -> SplittableConv:
-        """Return the stages of the first layer, which share the parameters of this module.
+        """Return the stages of the first layer, which share this module's parameters.
 
         ``widths`` are the numbers of columns of the node types that are cut. Raises ConfigError if they
         do not fit.
@@ -388,7 +388,7 @@ mean_in_edges = partial(sum_in_edges, how="mean")
 def lacks_columns(rows: Tensor, weight: Tensor) -> bool:
     """Return whether this part has none of the (n, F) ``rows`` of an (F, H) ``weight``, but another has all.
 
-    Rows that are not cut lie on the owner of a block. Other parts have rows without columns, but the uncut
+    Rows that are not cut lie on a block's owner. Other parts have rows without columns, but the uncut
     weight. If rows are cut, a part without columns has a weight without rows instead.
     """
     return rows.shape[1] == 0 and weight.shape[0] > 0

@@ -160,7 +160,7 @@ EDGE_DROPOUTS = ("attn_drop", "edge_drop")
 def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     """Turn every ``nn.Dropout`` in ``model`` into a :class:`NodeDropout`. One rank may call this alone.
 
-    Earlier :class:`NodeDropout` modules lose their state. Names of parameters and buffers do not change.
+    Earlier :class:`NodeDropout` modules lose their state. Parameter names and buffers do not change.
     Subclasses, ``nn.AlphaDropout`` and the like, and calls of ``torch.nn.functional.dropout`` stay unchanged,
     with masks that depend on the rank.
 
@@ -176,7 +176,7 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
             module.shared.remove_hooks()
         # Compare exact types, because a subclass does something else.
         if type(module) in (nn.Dropout, NodeDropout):
-            # Change the class of the object, because it has the user's hooks, and schedules may know it.
+            # Change the object's class, because it has the user's hooks, and schedules may know it.
             module.__class__ = NodeDropout
             dropout = cast("NodeDropout", module)
             dropout.connect(shared, number=len(dropouts), edges=name.rpartition(".")[2] in EDGE_DROPOUTS)
@@ -284,7 +284,7 @@ class NodeDropouts:
 
         Args:
             number: Number of the step.
-            nodes: (n,) int64 distinct global ids of the nodes of the rows. None for a pass over several node
+            nodes: (n,) int64 distinct global ids of the rows' nodes. None for a pass over several node
                 types. Then only modules that are called with a graph, and :func:`drop_rows`, know them.
         """
         # Removing and adding a step makes it the latest one in the order of the dict.

@@ -76,7 +76,7 @@ class StatisticsExchange:
 class BatchNorm(NormWithStatistics):
     """``nn.BatchNorm1d`` over the rows of all ranks in training, with the result of one process.
 
-    In models that are called with blocks of one node type, the nodes of the rows are known, and a node that
+    In models that are called with blocks of one node type, the rows' nodes are known, and a node that
     several ranks compute counts once. Elsewhere each of its rows counts, as in ``nn.SyncBatchNorm``. Outside
     of a wrapped model and on one rank this is ``nn.BatchNorm1d``.
 
@@ -182,7 +182,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         normalized, scale, shares = ctx.saved_tensors
-        # The gradients of parameters are weighted afterwards, but these sums need the weights now.
+        # The parameter gradients are weighted afterwards, but these sums need the weights now.
         weighted = gradient.double() * ctx.weight
         total = ctx.exchange.sum(torch.cat([weighted.sum(0), (weighted * normalized).sum(0)]))
         mean_gradient, scale_gradient = total.tensor_split(2)
@@ -204,7 +204,7 @@ def _can_convert(norm: Any) -> bool:
 def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) -> StatisticsExchange:
     """Let every :class:`BatchNorm` of ``model`` compute over all ranks. ``rows`` knows the nodes of its rows.
 
-    Warns about batch norms of torch, which use only the rows of this rank.
+    Warns about batch norms of torch, which use only this rank's rows.
     """
     exchange = StatisticsExchange(session, rows)
     is_alone = session.topology.world_size == 1

@@ -119,7 +119,7 @@ class HeteroStages(SplittableConv):
         added_types = [relation.etype[2] for relation in relations if relation.is_added]
         self._sum_types = tuple(dict.fromkeys(added_types))
 
-        # Parameters of types with features are cut. The others are used uncut on the owner of a block.
+        # Parameters of types with features are cut. The others are used uncut on a block's owner.
         self.cut = {}
         self.cut_types = {}
         shared = []
@@ -251,7 +251,7 @@ class HeteroStages(SplittableConv):
     def forward(  # type: ignore[override]  # its arguments are those of HeteroGraphConv
         self, block: DGLBlock, inputs: Any, mod_args: Any = None, mod_kwargs: Any = None
     ) -> dict[str, Tensor]:
-        """Map the rows of the sources by node type to those of the destinations, as ``HeteroGraphConv`` does.
+        """Map the sources' rows by node type to those of the destinations, as ``HeteroGraphConv`` does.
 
         Raises ConfigError if a node type that is cut has no rows, or there are arguments of edges.
         """
@@ -268,7 +268,7 @@ class HeteroStages(SplittableConv):
         return self._aggregate_relations(block, rows, gathered)
 
     def _read_rows(self, block: DGLBlock, inputs: Any) -> dict[str, Tensor]:
-        """Return the rows of the sources by node type. ``inputs`` may be a pair with rows of destinations."""
+        """Return the sources' rows by node type. ``inputs`` may be a pair with destination rows."""
         rows, targets = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         for ntype in self._read_types:
             if ntype not in rows:
@@ -353,7 +353,7 @@ def _find_aggregate(function: Any) -> str:
 
 
 def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) -> None:
-    """Raise ConfigError if the number of ``columns`` of a parameter is not that of the features of a type."""
+    """Raise ConfigError if the number of ``columns`` of a parameter is not that of a type's features."""
     if columns != widths[ntype]:
         raise ConfigError(
             f"{name!r} has {columns} columns, but the features of {ntype!r} have {widths[ntype]}"

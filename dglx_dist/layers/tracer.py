@@ -41,7 +41,7 @@ class GraphCall(NamedTuple):
     key: int | str
     """Position or name of the rows argument."""
     rows: Any
-    """Rows of sources as a tensor or a dictionary by node type, or a pair that begins with them."""
+    """Source rows as a tensor or a dictionary by node type, or a pair that begins with them."""
 
     @property
     def sources(self) -> Any:

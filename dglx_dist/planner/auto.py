@@ -270,7 +270,7 @@ def choose_in_job(
     inputs: EntityInputs | None = None,
     links: LinkTrial | None = None,
 ) -> Choice:
-    """Choose a strategy and set it as the strategy of the session. Every rank must call this.
+    """Choose a strategy and set it as the session's strategy. Every rank must call this.
 
     Rank 0 prints the choice and its reason.
 

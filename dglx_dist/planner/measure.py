@@ -1,4 +1,4 @@
-"""Counts of an epoch, by one process or by the ranks of a job, and times of the model and of the links."""
+"""Counts of an epoch, by one process or by a job's ranks, and times of the model and of the links."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def count(
     """Count an epoch and return the counts and the candidates. The ranks of a job must all call this.
 
     Nothing is counted for a model without known widths. Outside of a job the session of ``g`` has one rank,
-    and ``g`` has the structure of the whole graph. ``notify`` is called with the name of each step.
+    and ``g`` has the structure of the whole graph. ``notify`` is called with each step's name.
 
     Raises:
         ConfigError: the graph lacks data or has fewer parts than servers, or the ranks know different
@@ -293,7 +293,7 @@ def sample_blocks(
 ) -> list[Any]:
     """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, spread over the graph.
 
-    ``ntype`` is the type of the seeds. None: the only one.
+    ``ntype`` is the seeds' type. None: the only one.
     """
     positions = np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64)
     batch_seeds: Any = seeds[np.unique(positions)]
@@ -355,7 +355,7 @@ def _make_ones(block: Any, widths: int | Mapping[str, int], weight: Tensor) -> A
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that hardly changes ``model``: Adam, or SGD if gradients of rows are sparse."""
+    """Return an optimizer that hardly changes ``model``: Adam, or SGD if row gradients are sparse."""
     # Adam does not support sparse gradients.
     is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
     optimizer_class = torch.optim.SGD if is_sparse else torch.optim.Adam

@@ -47,7 +47,7 @@ def infer_shape(
     hidden: int = 0,
     is_guessed: bool = False,
 ) -> ModelShape:
-    """Return the shape of a model. The model is traced in a call ``module(blocks, x)`` and does not change.
+    """Return a model's shape. The model is traced in a call ``module(blocks, x)`` and does not change.
 
     If the model cannot be called like this, its layers are the convolutions that it has registered. Unknown
     layers count as those of GraphSAGE.

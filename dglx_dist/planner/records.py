@@ -72,7 +72,7 @@ class Cluster:
     external_bytes_per_s: float
     """Payload per second that a server's card sends. It receives as much at the same time."""
     internal_bytes_per_s: float
-    """Total payload per second between the ranks of a server."""
+    """Total payload per second between a server's ranks."""
     cores: float
     """Number of cores per rank. May be fractional."""
     memory_bytes: int
@@ -101,7 +101,7 @@ class GraphStats:
     features: int
     """Number of feature columns F."""
     feature_bytes: int
-    """Bytes of the features of a node as stored. With several types: the sum over one node of each type."""
+    """Bytes of a node's features as stored. With several types: the sum over one node of each type."""
     all_feature_bytes: int
     """Bytes of the features of all nodes."""
     classes: int
@@ -227,7 +227,7 @@ class Prediction:
     compute_s: float = 0.0
     """Seconds of the model's steps, measured in one process. 0 in a running job, which times whole steps."""
     network_s: float = 0.0
-    """Bytes of an epoch divided by the bandwidth of the links."""
+    """Bytes of an epoch divided by the links' bandwidth."""
     trial: Trial | None = None
     """Measurement in a running job. None: the candidate was not tried."""
     outside: Mapping[str, int] = field(default_factory=dict)

@@ -134,7 +134,7 @@ def run_trials(
     Every rank must call this. Call it within :func:`leave_unchanged`.
 
     Returns:
-        The predictions with trials, or with reasons why they were not tried, and the names of the candidates
+        The predictions with trials, or with reasons why they were not tried, and the candidates' names
         among which the trials did not decide.
 
     Raises:
@@ -457,7 +457,7 @@ class CandidateRun:
                 else:
                     update_weights(self._optimizer, self._links.task(self._model, batch).loss)
             finally:
-                # Rows of embeddings are not trained, so that they stay as they are.
+                # Embedding rows are not trained, so that they stay as they are.
                 if self._inputs is not None:
                     self._inputs.drop_gradients()
 
@@ -476,7 +476,7 @@ class CandidateRun:
 
     @contextmanager
     def _install_cache(self) -> Iterator[None]:
-        """Use the cache of this candidate in the block. All candidates share the columns of the store."""
+        """Use the cache of this candidate in the block. All candidates share the store's columns."""
         if self._cache is None:
             yield
             return

@@ -106,7 +106,7 @@ class RowSizes:
     """Bytes of rows and gradients."""
 
     features: Mapping[str, int]
-    """Bytes of the features of a node, for the node types that have features."""
+    """Bytes of a node's features, for the node types that have features."""
     label: int | None
     """Bytes of a label. None: labels are not sent."""
     gradients: int
@@ -169,7 +169,7 @@ def count_rank(
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, {ntype: rank_seeds}, sampler, batch_size=draws.batch_size, **options)
 
-    # The stages of the loader draw the batches of a run, but fetch no rows here.
+    # The stages of the loader draw a run's batches, but fetch no rows here.
     counter = _BatchCounter(g, ntype, topology, bounds, len(draws.fanouts))
     steps = range(len(loader))[: draws.most_batches]
     stages = loader.open_stages(draws.epoch, lambda: iter(steps), claims=False)
@@ -229,7 +229,7 @@ class _BatchCounter:
         self.first_edges = np.zeros(len(g.canonical_etypes), np.int64)
 
     def add(self, batch: MiniBatch) -> Inputs:
-        """Count ``batch``. Return its inputs of the type of the seeds."""
+        """Count ``batch``. Return its inputs of the seeds' type."""
         ntype = self._ntype
         input_ids = _by_type(batch.input_nodes, self._g)
         for name, ids in input_ids.items():
@@ -470,7 +470,7 @@ def count_batches(
 ) -> BatchWork:
     """Count an epoch of mini-batches, and the hits of several caches. Every rank must call this.
 
-    ``caches`` has the policy and the size of each cache, as a fraction of the server's nodes. If all batches
+    ``caches`` has the policy and each cache's size, as a fraction of the server's nodes. If all batches
     are counted, a cache that looks ahead begins with rows of the previous epoch.
     """
     num_edges = run.g.num_edges() * len(draws.fanouts) * run.partition.topology.world_size
@@ -507,7 +507,7 @@ def count_batches(
 def _count_epochs(
     run: PlannedRun, draws: Draws, caches: Sequence[tuple[str, float]], topology: Topology
 ) -> tuple[RankCount, list[list[Inputs]]]:
-    """Count the batches of a rank. Return the counts, and the inputs of the previous and of this epoch.
+    """Count a rank's batches. Return the counts, and the inputs of the previous and of this epoch.
 
     The inputs of an epoch are empty if no cache needs them.
     """

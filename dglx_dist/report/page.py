@@ -203,7 +203,7 @@ def _draw_memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
 
 
 def _draw_cost(figures: _Figures, name: str, run: Run) -> str:
-    """Place a figure of the seconds and one of the bytes of each epoch."""
+    """Place a figure of the seconds and one of each epoch's bytes."""
     epochs = [record.epoch for record in run.epochs]
 
     def make_bars(columns: Iterable[tuple[str, str, str]], unit: float = 1.0) -> list[dict[str, Any]]:

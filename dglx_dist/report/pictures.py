@@ -206,7 +206,7 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 
 
 def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
-    """Draw the bytes of each epoch as stacked bars."""
+    """Draw each epoch's bytes as stacked bars."""
     numbers = [e.epoch for e in epochs]
     inside = [e.bytes_inside / 1e6 for e in epochs]
     axes.bar(numbers, inside, color=INSIDE, label="inside a server")

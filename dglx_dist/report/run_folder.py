@@ -156,7 +156,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
-    """Read the epochs of a run, finished or not. There are none if the folder does not exist.
+    """Read a run's epochs, finished or not. There are none if the folder does not exist.
 
     A resumed run repeats epochs, so a later line replaces all lines from its epoch on. An incomplete last
     line of a killed run is ignored. Raises StorageError if a line is damaged. The message names the line.

@@ -121,7 +121,7 @@ def _is_eligible(prediction: Prediction) -> bool:
 
 
 def _format_prediction(prediction: Prediction) -> tuple[str, ...]:
-    """Return the cells of the columns of a plan, from the candidate's name to the remark."""
+    """Return the cells of a plan's columns, from the candidate's name to the remark."""
     seconds = ["", "", "", "", ""]
     if prediction.epoch_seconds:
         seconds[0] = format_seconds(prediction.epoch_seconds)
@@ -449,7 +449,7 @@ def build_expansion_table(
     Args:
         factors: (K + 1, S) nodes within h hops relative to own nodes.
         foreign: (K + 1,) nodes of other servers, on the server with the most such nodes.
-        row_bytes: Bytes of the features of a node.
+        row_bytes: Bytes of a node's features.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     num_servers = len(factors[0])

@@ -578,7 +578,7 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
 
 
 def get_strategy(session: Session) -> Strategy:
-    """Return the strategy of the session.
+    """Return the session's strategy.
 
     Raises ConfigError if an option of the session is unknown, or if strategy ``auto`` was requested but no
     strategy has been chosen yet.
@@ -660,7 +660,7 @@ def count_targets(num_local: int, session: Session) -> StepShare:
 
 
 def flatten_arguments(arguments: Iterable[object]) -> Iterator[Any]:
-    """Yield ``arguments``. A list or tuple, such as the blocks of a batch, is replaced by its items."""
+    """Yield ``arguments``. A list or tuple, such as a batch's blocks, is replaced by its items."""
     for argument in arguments:
         if isinstance(argument, list | tuple):
             yield from argument

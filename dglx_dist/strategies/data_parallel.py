@@ -164,7 +164,7 @@ class DataParallelModel(ReplicatedModel):
 
 
 def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:
-    """Key the dropouts of a pass by the step of ``share`` and the first graph of ``arguments``, if known."""
+    """Key a pass's dropouts by the step of ``share`` and the first graph of ``arguments``, if known."""
     if not dropouts.in_use:
         return
     blocks = [argument for argument in arguments if isinstance(argument, dgl.DGLGraph) and has_rows(argument)]

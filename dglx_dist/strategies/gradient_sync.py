@@ -40,7 +40,7 @@ BUCKET_BYTES = 4 * 2**20
 PHASE = "gradients"
 
 _MAX_SCORE = 10.0
-"""Largest score that certainly has a nonzero gradient in float32. For larger scores the gradient of a loss
+"""Largest score that certainly has a nonzero gradient in float32. For larger scores a loss's gradient
 may round to 0."""
 
 
@@ -437,7 +437,7 @@ class GradientExchange:
         return work
 
     def _finish(self) -> None:
-        """Write the sums to ``.grad`` at the end of a backward call, or hold the gradients of this rank."""
+        """Write the sums to ``.grad`` at the end of a backward call, or hold this rank's gradients."""
         # Held gradients of parameters that this backward call did not reach are sent, too.
         for index, held in self._held.items():
             self._bucket_of[index].add(index, held.local)
@@ -461,7 +461,7 @@ class GradientExchange:
         return self._wait_oldest(self.delay)
 
     def _hold(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Keep the gradients of this rank, and show the user their sums with what was sent before."""
+        """Keep this rank's gradients, and show the user their sums with what was sent before."""
         for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             gradient = gradients.get(index)
             parameter.grad = sent

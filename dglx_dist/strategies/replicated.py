@@ -18,7 +18,7 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange
 class ReplicatedModel(WrappedModel):
     """A model that is replicated on every rank. Its gradients and the changes of its buffers are summed.
 
-    ``options`` are the options of the strategy. They must include ``bucket_bytes``.
+    ``options`` are the strategy's options. They must include ``bucket_bytes``.
     """
 
     def __init__(self, model: nn.Module, session: Session, options: Any, *, reduction: Reduction) -> None:

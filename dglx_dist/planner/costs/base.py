@@ -52,7 +52,7 @@ class Work(ABC):
         """Return the counts of all ranks, or None if counting takes too long. Every rank must call this."""
 
     def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
-        """Return the blocks of a step of the busiest rank, and the steps of an epoch. None by default."""
+        """Return the blocks of a step of the busiest rank, and an epoch's steps. None by default."""
         return None
 
 
@@ -252,7 +252,7 @@ class EpochCounts:
 
     @property
     def own_feature_bytes(self) -> int:
-        """Bytes of the features of a server, which its ranks share."""
+        """Bytes of a server's features, which its ranks share."""
         # The negations round up.
         return -(-self.graph.all_feature_bytes // self.cluster.servers)
 
@@ -387,7 +387,7 @@ COSTS: Registry[CostModel] = Registry(
     },
     group="dglx_dist.costs",
 )
-"""Cost models by the name of the strategy. Without a cost model, a strategy is tried with unknown bytes."""
+"""Cost models by the strategy's name. Without a cost model, a strategy is tried with unknown bytes."""
 
 
 def present(**phases: int) -> dict[str, int]:
@@ -437,6 +437,6 @@ def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[in
         if server_of[next_rank] != server:
             outside += steps * ring_bytes(num_bytes, num_ranks, rank)
 
-    # In an all-reduce, the W ranks together send 2 (W - 1) times the size of the array.
+    # In an all-reduce, the W ranks together send 2 (W - 1) times the array's size.
     total = steps * 2 * (num_ranks - 1) * num_bytes
     return outside, total - outside

@@ -1,4 +1,4 @@
-"""Bytes and memory of full_graph, shared_preload and cooperative, from the plans of an epoch.
+"""Bytes and memory of full_graph, shared_preload and cooperative, from an epoch's plans.
 
 See docs/strategies/shared_preload.md. Plans are counted by one process or by all ranks.
 """
@@ -196,7 +196,7 @@ class FullGraphScheme(Work):
         return [step for step in steps if any(map(len, step))]
 
     def _make_planner(self, run: PlannedRun, use_cover: bool) -> Callable[[list[Array]], list[RankPlan]]:
-        """Return a function from the seeds of a step by server to the plans of the ranks counted here."""
+        """Return a function from a step's seeds by server to the plans of the ranks counted here."""
         topology = run.partition.topology
         eas = self.eas and make_selection(self.eas, seed=run.partition.seed)
         options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": use_cover}
@@ -257,7 +257,7 @@ def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array
 
 
 def pack_sizes(plan: RankPlan, world_size: int, trained: tuple[Array, Array] | None = None) -> Array:
-    """Return the sizes of a plan as one int64 array, which :func:`decode_work` unpacks.
+    """Return a plan's sizes as one int64 array, which :func:`decode_work` unpacks.
 
     The array holds, for L layers and W ranks: the fields of the result of :func:`read_step_sizes` in their
     order, the number of feature rows that the server fetches from other servers, the (L, W) numbers of halo
@@ -292,7 +292,7 @@ def use_covers(plan: RankPlan) -> RankPlan:
 def decode_work(sizes: Array, topology: Topology) -> FullWork:
     """Return the work of an epoch from the (R, W, K) int64 :func:`pack_sizes` of the plans of its steps."""
     world_size = topology.world_size
-    # K is (L + 1) + 3 L for the sizes of a step, 1, L W and W.
+    # K is (L + 1) + 3 L for a step's sizes, 1, L W and W.
     num_layers = (sizes.shape[2] - 2 - world_size) // (4 + world_size)
     lengths = [num_layers + 1, num_layers, num_layers, num_layers, 1, num_layers * world_size]
     *step_fields, external, received, trained = np.split(sizes, np.cumsum(lengths), axis=2)
@@ -396,7 +396,7 @@ class FullGraphCosts(CostModel):
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
         memory = estimate_memory(counts, work, ahead=num_ahead)
         if options.staleness:
-            # Factor 4: the rows of an epoch are sent and received, and each is in a buffer and in transit.
+            # Factor 4: an epoch's rows are sent and received, and each is in a buffer and in transit.
             pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
             moved_bytes = count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp)
             memory += 4 * sum(moved_bytes.values()) // counts.cluster.ranks
@@ -477,7 +477,7 @@ def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
 def count_exchanged_bytes(
     pairs: Sequence[int], shape: ModelShape, *, use_pp: bool, wire: WireDtype = "same"
 ) -> dict[str, int]:
-    """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
+    """Return an epoch's bytes by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
     ``halo`` is b_0 B_1 + b_1 B_2 + ..., where b_l are the bytes of d_l numbers as ``wire`` sends them. The
     first term is missing if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same sum
@@ -504,7 +504,7 @@ def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDty
     outside = {**halo_outside, **trained_outside}
     inside = {**halo_inside, **trained_inside}
 
-    # With several types, the bytes of a row are the mean over the nodes.
+    # With several types, a row's bytes are the mean over the nodes.
     row_bytes = round(counts.graph.all_feature_bytes / counts.graph.nodes)
     startup_bytes = work.external_rows * (ID_BYTES + row_bytes)
     if use_pp:

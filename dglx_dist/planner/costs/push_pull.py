@@ -48,7 +48,7 @@ class FirstLayer:
     replicated_bytes: int
     """Bytes of the gradients of all other parameters, with a flag of one element each on the owner side."""
     known: bool
-    """Whether the sums have exactly these widths and no values of edges are sent."""
+    """Whether the sums have exactly these widths and no edge values are sent."""
     sum_widths: Mapping[str, int] = field(default_factory=dict)
     """H by destination type, if the layer reads several node types."""
     logit_widths: Mapping[EdgeType, int] = field(default_factory=dict)
@@ -190,7 +190,7 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
 
 
 def _step_bytes(first: FirstLayer, num_ranks: int, group_size: int) -> int:
-    """Return the bytes of all ranks to sum the gradients of a step."""
+    """Return the bytes of all ranks to sum a step's gradients."""
     num_groups = num_ranks // group_size
     # Each part's pieces of the cut parameters are summed over the groups.
     return 2 * (num_ranks - 1) * first.replicated_bytes + 2 * (num_groups - 1) * first.cut_bytes
@@ -269,7 +269,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, group_size: int, *, pushed:
 
     remote_bytes = counts.graph.all_feature_bytes * (cluster.servers - 1) // cluster.servers
     is_aligned = group_size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % group_size == 0
-    # The first layer of a custom model may get values of edges.
+    # The first layer of a custom model may get edge values.
     is_known = first.known and not counts.shape.is_guessed
     return build_traffic(
         {**phases, **group_outside, **trained_outside},

@@ -117,7 +117,7 @@ class PartSizes:
 
 
 def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
-    """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
+    """Return an epoch's bytes by ledger phase, over all ranks, with one parameter server.
 
     For each task of a worker, on n rows of nodes or edges, with s bytes per number and K intervals::
 

@@ -62,7 +62,7 @@ def read_edge_request(
 
 @final
 class GraphBlocks(NodeMaker):
-    """The stages of batches that all have the blocks of the graph. They are completed when delivered."""
+    """The stages of batches that all have the graph's blocks. They are completed when delivered."""
 
     def __init__(self, g: DistGraph, batch: HaloBatch, planner: PairPlanner) -> None:
         super().__init__(g, Columns())

@@ -391,7 +391,7 @@ def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
     work_by_group = {}
     for group_index, numbers in enumerate(groups):
         rows_of_group = np.sort(rows_of_layer[np.isin(rows_of_layer, numbers)])
-        # Count the layers of the group that compute more rows than the index of the row.
+        # Count the layers of the group that compute more rows than the row's index.
         num_without_row = np.searchsorted(rows_of_group, row_indices, side="right")
         num_layers = len(rows_of_group) - num_without_row
         work_by_group[f"layers_{group_index}"] = num_layers * work_per_layer

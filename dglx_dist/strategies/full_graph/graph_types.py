@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class MaskedStructure:
     """The in-edges that an edge column marks with a number other than 0.
 
-    For each edge of another server it sends 8 bytes and receives the value of the column.
+    For each edge of another server it sends 8 bytes and receives the column's value.
     """
 
     def __init__(self, structure: Structure, store: KVStore, key: str) -> None:
@@ -61,9 +61,9 @@ class UnifiedGraph:
     structures: Mapping[EdgeType, Structure | MaskedStructure]
     """In-edges of each edge type over the ids of its node types."""
     nodes: IdRanges
-    """Unified ids of nodes, by type and rank."""
+    """Unified node ids, by type and rank."""
     edges: IdRanges
-    """Unified ids of edges, by type and server."""
+    """Unified edge ids, by type and server."""
 
     @classmethod
     def from_graph(
@@ -142,7 +142,7 @@ class UnifiedGraph:
         return begin, end
 
     def unify(self, ids: Mapping[str, Array]) -> Array:
-        """Return the (K,) int64 unified ids of nodes by type."""
+        """Return the (K,) int64 unified node ids by type."""
         unified_ids = [NO_IDS]
         for ntype, typed_ids in ids.items():
             unified_ids.append(self.nodes.from_typed(self.ntypes.index(ntype), typed_ids))
@@ -155,7 +155,7 @@ class UnifiedGraph:
     def split(self, plan: RankPlan) -> TypedPlan:
         """Return ``plan``, which has unified ids, by type.
 
-        Rows and edges of a type keep their order. So the rows of a layer are still a prefix of those before.
+        Rows and edges of a type keep their order. So a layer's rows are still a prefix of those before.
         """
         kinds, ids = self.nodes.to_typed(plan.nodes)
         splitter = _Splitter(self, kinds, plan)
@@ -174,7 +174,7 @@ GraphStructure: TypeAlias = Structure | MaskedStructure | UnifiedGraph
 @final
 @dataclass(frozen=True, kw_only=True)
 class TypedLayer:
-    """The layer of a plan by node and edge type, in the ids of the types."""
+    """The layer of a plan by node and edge type, in the types' ids."""
 
     rows: Mapping[str, HaloLayer]
     """Own rows and halo of each node type, without edges."""
@@ -220,7 +220,7 @@ def _open_structure(g: DistGraph, etype: EdgeType, mask: str | None) -> Structur
 
 
 def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
-    """Return the (K,) int64 unified ids of nodes by type. For one type these are its ids."""
+    """Return the (K,) int64 unified node ids by type. For one type these are its ids."""
     if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g).unify(ids)
     (own_ids,) = ids.values()

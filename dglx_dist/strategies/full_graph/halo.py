@@ -28,7 +28,7 @@ PLAN_PHASE = "halo_plan"
 class Halo:
     """Exchange of rows along edges between ranks, as a differentiable function.
 
-    Every rank owns some nodes and the edges that end in them. ``halo(x)`` appends the rows of the source
+    Every rank owns some nodes and the edges that end in them. ``halo(x)`` appends the source's rows
     nodes that other ranks own, so that a layer can send messages along all edges of this rank::
 
         halo = dx.Halo(num_owned, edge_index)
@@ -82,7 +82,7 @@ class Halo:
         self._set_edges(edge_index)
 
     def rebuild(self, edge_index: Tensor) -> None:
-        """Replace the edges of this rank. The owners of the nodes stay. Every rank must call this.
+        """Replace this rank's edges. The owners of the nodes stay. Every rank must call this.
 
         Read :attr:`edge_index` and :attr:`halo_nodes` again afterwards. This sends 8 bytes for each row of
         the new halo. Raises ConfigError like the constructor. The former edges then stay.

@@ -211,7 +211,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
 
     In-degrees are complete. ``out_degrees()`` returns those of the whole graph if they are known.
 
-    Functions of the reversed block are not supported (sums over the out-edges of a source, such as
+    Functions of the reversed block are not supported (sums over a source's out-edges, such as
     ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``). Neither are layers that DGL cannot run on
     blocks. For those use :func:`dglx_dist.local_graph`. For several types see ``TypedHaloBlock``.
     """
@@ -484,7 +484,7 @@ class OwnCount(Tensor):
     """(1,) int64 result of ``batch_num_nodes`` of a local graph. It only allows repetition.
 
     DGL uses it to repeat a row of the graph for each node (``broadcast_nodes``), which is right on every
-    rank. DGL also uses it to reduce over all nodes, but here only the nodes of this rank would be reduced.
+    rank. DGL also uses it to reduce over all nodes, but here only this rank's nodes would be reduced.
     """
 
     @classmethod

@@ -74,7 +74,7 @@ def add_rows(total: Tensor, positions: Sequence[Tensor], messages: Sequence[Inco
 
     Args:
         total: (n, ...) sums.
-        positions: (k,) distinct int64 positions in ``total`` of the rows of each peer.
+        positions: (k,) distinct int64 positions in ``total`` of each peer's rows.
         messages: (k, ...) rows of each peer, which may still be arriving.
     """
     peer_iterators = []
@@ -340,7 +340,7 @@ class HaloExchange:
 
 @final
 class CoverExchange:
-    """Sums of source rows over the in-edges of a layer, with the exchange of its :class:`Cover`.
+    """Sums of source rows over a layer's in-edges, with the exchange of its :class:`Cover`.
 
     A rank sends partial sums instead of their summands if these are fewer rows. Gradients are sent back in
     the same way.
@@ -507,7 +507,7 @@ class LateRows:
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
         """Send ``sent`` and return the (k, ...) rows of the previous epoch, or of this one if there are none.
 
-        ``like`` has the dtype and the width of the rows.
+        ``like`` has the dtype and the rows' width.
         """
         name = halo.describe(phase)
         if self.is_used:

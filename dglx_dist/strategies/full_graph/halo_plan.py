@@ -228,7 +228,7 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
         if len(edges):
             is_sent, is_summed = minimum_cover(sources, target_index, count, len(targets))
         else:
-            # Other edge types read the rows of this rank.
+            # Other edge types read this rank's rows.
             is_sent = np.zeros(count, bool)
             is_summed = np.zeros(0, bool)
 

@@ -63,7 +63,7 @@ PHASE = ONCE
 
 K = TypeVar("K", str, EdgeType)
 RowsByType: TypeAlias = dict[K, dict[str, Tensor]]
-"""Rows of columns by type and name."""
+"""Column rows by type and name."""
 Fetch: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Function that fills the halo rows of a column."""
 
@@ -134,7 +134,7 @@ class PlanMaker:
     """Makes plans. Every rank must construct it, and request the same plans in the same order.
 
     ``seeds`` are the seeds of cooperative batches, or this rank's (K,) int64 ids for the only batch.
-    ``mask`` is the edge column that marks the edges of the plans. None: all edges.
+    ``mask`` is the edge column that marks the plans' edges. None: all edges.
     """
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds | Array, mask: str | None = None) -> None:
@@ -230,7 +230,7 @@ class PlanSource:
         return self._spec.num_batches
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step. A single batch always has the same object."""
+        """Return a step's plan. A single batch always has the same object."""
         if len(self) == 1:
             # A single plan is not made ahead, so it is made on this thread, where Ctrl-C ends it.
             return self._make(step)
@@ -286,7 +286,7 @@ class PlanSource:
 def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
     inputs = asdict(spec) | {
         "servers": g.session.topology.server_of_rank,
-        # The spec has the seed of the loader. Rows are split among ranks with the seed of the session.
+        # The spec has the loader's seed. Rows are split among ranks with the session's seed.
         "split_seed": g.session.seed,
         "seeds": [seeds.digest, *seeds.counts],
         "types": [g.ntypes, g.canonical_etypes],
@@ -329,7 +329,7 @@ class ColumnReader:
     ) -> dict[str, Tensor]:
         features = {}
         for name, key in keys.items():
-            # Own rows and halo rows are read in place, because features take most of the memory of a rank.
+            # Own rows and halo rows are read in place, because features take most of a rank's memory.
             rows = allocate_rows(layer.num_sources, self._store.column(key).info)
             local_rows = rows[: len(nodes)]
             self._store.pull(key, nodes, out=local_rows, distinct=True, phase=PHASE)
@@ -439,7 +439,7 @@ class HaloBatch:
     def _set_columns(
         self, plan: TypedPlan, reader: ColumnReader, copy: Copy, exchanges: TypeExchanges | None
     ) -> None:
-        """Read the columns of the blocks. With ``exchanges``, features include the halo of layer 1."""
+        """Read the blocks' columns. With ``exchanges``, features include the halo of layer 1."""
         # Edge columns are read once, because the edges of a later layer are a prefix of those of layer 1.
         edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(plan).items()}
         first_rows = plan.layers[0].rows

@@ -3,7 +3,7 @@
 See docs/strategies/shared_preload.md.
 
 The first rank of every server is its leader. It expands the seeds by one-sided requests and splits the rows
-among the ranks of the server, which share them in memory. Each rank then builds its own layers. A rank reads
+among the server's ranks, which share them in memory. Each rank then builds its own layers. A rank reads
 no more of the graph than the in-edges of its server's rows.
 
 :func:`plan_steps` is a generator that makes one plan and yields the exchanges that it needs. Each rank runs
@@ -75,7 +75,7 @@ NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionContext:
-    """The graph, the partition and the ranks of a run."""
+    """The graph, the partition and a run's ranks."""
 
     structure: GraphStructure
     bounds: Array
@@ -130,14 +130,14 @@ class PlanRequest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanStep:
-    """One exchange of arrays between ranks. The answer has the arrays of each rank, by ascending rank."""
+    """One exchange of arrays between ranks. The answer has each rank's arrays, by ascending rank."""
 
     name: str
     """Name that is unique within a plan."""
     among: Collection[int]
     """Ranks that take part in the step."""
     outgoing: Mapping[int, Any]
-    """Arrays to send, by rank. In the step :data:`_SHARED` these are the rows of the server."""
+    """Arrays to send, by rank. In the step :data:`_SHARED` these are the server's rows."""
 
 
 T = TypeVar("T")
@@ -410,7 +410,7 @@ def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Arr
     """Build a layer of ``rank``, without its ``send`` lists.
 
     For each of the d sources, ``holders`` has the rank that holds its row, and ``own_index`` has the position
-    of its row among the rows of this rank, or -1.
+    of its row among this rank's rows, or -1.
     """
     num_own = int(own_rows.counts[layer - 1])
     num_targets = int(own_rows.counts[layer])
@@ -632,7 +632,7 @@ class PlanExchange:
             The arrays that each other rank has sent, in ascending order of the ranks.
 
         Raises:
-            FailedOnAnotherRankError: another rank of this job failed. The message has the error of that rank.
+            FailedOnAnotherRankError: another rank of this job failed. The message has that rank's error.
             PeerError: a rank is dead, or it has not started planning within the session's time-out.
         """
         outgoing = {rank: step.outgoing.get(rank, ()) for rank in step.among}
@@ -706,7 +706,7 @@ class Planner:
                     return plan
 
     def _share(self, step: PlanStep, job: int) -> dict[int, Any]:
-        """Return the leader's rows by the rank of the leader. Ranks of a server share them as files."""
+        """Return the leader's rows by the leader's rank. Ranks of a server share them as files."""
         leader = min(step.among)
         server_rows = step.outgoing.get(self._session.topology.rank)
         if len(step.among) == 1:
@@ -785,7 +785,7 @@ def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: 
 
 
 def check_graph(g: DistGraph) -> None:
-    """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks of the session."""
+    """Raise ConfigError unless full-graph strategies can train on ``g`` with the session's ranks."""
     topology = g.session.topology
     counts = np.diff(find_bounds(g))
     servers = topology.num_servers

@@ -98,7 +98,7 @@ class PartInput:
     """Number of the batch since the loader's first epoch, equal on all ranks."""
 
     def keys(self, ntype: str) -> Tensor:
-        """Return (L0,) int64 keys of the sources of a type. Nodes of different types have different keys."""
+        """Return (L0,) int64 keys of a type's sources. Nodes of different types have different keys."""
         types = list(self.nodes)
         if len(types) == 1:
             return self.nodes[ntype]
@@ -242,7 +242,7 @@ def share_edge_values(
     """Return the edge values of each owner by name. Every member must call it.
 
     ``values`` are (E1, ...) values of the own block, in the order of its edges, without gradients.
-    ``by_column`` has the columns of each part, for (E1, F) values that are cut by columns. Raises ConfigError
+    ``by_column`` has each part's columns, for (E1, F) values that are cut by columns. Raises ConfigError
     if a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
     """
     values_by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
@@ -295,7 +295,7 @@ def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[T
 
 
 class _SumOverParts(torch.autograd.Function):
-    # Every part uses the sum, so the gradient of a share is the sum of the parts' gradients.
+    # Every part uses the sum, so a share's gradient is the sum of the parts' gradients.
 
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> tuple[Tensor, ...]:

@@ -309,7 +309,7 @@ def _load(column_slice: ColumnSlice, read_pieces: Callable[[], Iterator[Array]])
 
 
 def _load_into_file(column_slice: ColumnSlice, folder: ArrayFolder, pieces: Iterator[Array]) -> Iterator[int]:
-    """Write ``pieces`` to the file of a slice, and map the file. Yield the bytes per piece."""
+    """Write ``pieces`` to a slice's file, and map the file. Yield the bytes per piece."""
     with folder.open_writer() as writer:
         stream = writer.stream(VALUES, column_slice.dtype, column_slice.shape)
         for piece in pieces:
@@ -382,7 +382,7 @@ class ColumnStore:
         """Return a (K, F_p) copy of this part's columns of ``g.ndata[name][nodes]``. Thread-safe.
 
         No bytes are sent. ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory``
-        has the buffers and the dtype of the copy. By default float16 and bfloat16 become float32, as in data
+        has the buffers and the copy's dtype. By default float16 and bfloat16 become float32, as in data
         parallel training. Raises ConfigError if the feature was not opened, or ``nodes`` has a wrong dtype or
         shape, and IndexError if an id is out of range.
         """

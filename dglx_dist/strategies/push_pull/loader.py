@@ -71,7 +71,7 @@ Resampler: TypeAlias = Callable[[int], OwnerBlocks]
 
 @final
 class BlockSchema:
-    """Node and edge types of blocks, and the arrays of a block of these types.
+    """Node and edge block types, and the arrays of a block of these types.
 
     The arrays are the source ids (L0,) of each node type, and indptr (D1 + 1,) and indices (E1,) of each edge
     type. Several node types need their numbers of destinations too, because edges may not reach all of them.
@@ -92,7 +92,7 @@ class BlockSchema:
         return nodes
 
     def pack(self, owner: OwnerBlock, *, wide: bool) -> list[Array]:
-        """Return the arrays of a block as int32. With ``wide``, node ids are int64."""
+        """Return a block's arrays as int32. With ``wide``, node ids are int64."""
         id_dtype = torch.int64 if wide else torch.int32
         tensors = [owner.nodes[ntype].to(id_dtype) for ntype in self._ntypes]
         for etype in self._etypes:
@@ -208,8 +208,8 @@ class GroupedBatch:
 class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     """Yields the batches of ``inner``. ``blocks[0].push_pull`` is the batch as all parts see it.
 
-    The source nodes of ``blocks[0]`` have this rank's (L0, F_p) columns under the name of each feature.
-    Construction is collective, and all ranks must iterate over the same steps. The threads of the loader
+    The source nodes of ``blocks[0]`` have this rank's (L0, F_p) columns under each feature's name.
+    Construction is collective, and all ranks must iterate over the same steps. The loader's threads
     exchange structure without collectives. At the normal end of an epoch, the ``pipelines`` of the models
     for this loader are drained, which is collective.
 
@@ -270,7 +270,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch, and drain the pipelines of the wrapped models after the last one.
+        """Yield an epoch's batches, and drain the pipelines of the wrapped models after the last one.
 
         While no model is wrapped, calling one raises ConfigError. A loop that is left early releases its
         batches.
@@ -346,7 +346,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return {part: self.schema.unpack(received[rank], idtype) for part, rank in self._group.peers}
 
     def _open_resampling(self) -> Callable[[int], Resampler]:
-        """Exchange the seeds of the group, and return a function from an epoch to its resampler.
+        """Exchange the group's seeds, and return a function from an epoch to its resampler.
 
         Random numbers are keyed by (seed, epoch, hop, node), so all ranks sample equal blocks. Every rank
         must call this. Raises ConfigError on all ranks if others cannot repeat the sampling of a rank.

@@ -281,7 +281,7 @@ class InFlightBatch:
     read: Mapping[Side, int]
     """Number of steps of each side at fM."""
     values: list[Tensor] | None
-    """Weights of the owner side at fM. None if fD and bD use the weights of the moment."""
+    """Weights of the owner side at fM. None if fD and bD use the moment's weights."""
     own_rows: Leaves = field(default_factory=dict)
     """Leaves with the rows of the own block that are not cut, by node type."""
     sources: list[Leaves] = field(default_factory=list)
@@ -341,7 +341,7 @@ class PartSide:
     """The parameters that a part uses before the sum. Some are cut, and some are shared by all parts.
 
     They are stepped after the backward of a batch, while later batches are in flight. So each batch computes
-    with its own leaves. The gradient of a cut parameter is the sum over the owners of the group, which the
+    with its own leaves. The gradient of a cut parameter is the sum over the group's owners, which the
     part computes locally, and over its replicas. The gradient of a shared parameter is summed over all ranks.
     """
 
@@ -380,7 +380,7 @@ class PartSide:
 
     @contextmanager
     def place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the parameters of the modules by ``leaves`` (leaf tensors of autograd) inside the block."""
+        """Replace the modules' parameters by ``leaves`` (leaf tensors of autograd) inside the block."""
         try:
             for name, (module, attribute) in self._places.items():
                 module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # not a Parameter, but modules compute with any tensor
@@ -676,7 +676,7 @@ class Pipeline(Shared):
         self.exchange.close()
 
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
-        """Push the gradients of the sums, and run the part's backward of the batches that are due.
+        """Push the sums' gradients, and run the part's backward of the batches that are due.
 
         Raises ConfigError if the batch is None, because it was completed before.
         """

@@ -293,7 +293,7 @@ class ColumnEmbedding:
         return rows
 
     def add_gradients(self, row_gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Add (K, D_p) gradients of rows to ``weight.grad``, at their (K,) int64 nodes, which may repeat."""
+        """Add (K, D_p) row gradients to ``weight.grad``, at their (K,) int64 nodes, which may repeat."""
         pairs = [(nodes, gradient) for nodes, gradient in row_gradients if gradient is not None]
         if not pairs:
             return
@@ -468,7 +468,7 @@ def find_input_modules(
     Norms and embeddings of all nodes are cut if they are as wide as the input. A norm must also be
     registered before the first layer, or no other parameter of the model may be that wide.
 
-    ``runs`` are the columns of this part. ``moments`` returns mean and variance of each node's concatenated
+    ``runs`` are this part's columns. ``moments`` returns mean and variance of each node's concatenated
     features, (V,) float64. It is collective, and called only if there is a norm. Raises ConfigError if a
     module before the first layer cannot work on columns.
     """
@@ -836,7 +836,7 @@ An embedding has a width with an empty name."""
 
 
 def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    """Return the widths of the input, and the first layer, for a model of several types."""
+    """Return the input's widths, and the first layer, for a model of several types."""
     widths = {ntype: dict(store.widths) for ntype, store in stores.items() if store.names}
     total_widths = {ntype: sum(width_of_feature.values()) for ntype, width_of_feature in widths.items()}
     name, layer = find_typed_layer(model, schema.etypes, total_widths)
@@ -846,7 +846,7 @@ def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schem
 
 
 def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    """Return the widths of the input by node type, and the first layer, for a model of one node type.
+    """Return the input's widths by node type, and the first layer, for a model of one node type.
 
     If no layer takes the features, the input is the model's embedding of all nodes. Raises ConfigError if
     there is no such layer.

@@ -86,7 +86,7 @@ class PushPull(Strategy):
         yield make(options={"structure": "push"})
         yield make(options={"structure": "resample"})
 
-        # The sizes are one rank with all columns, the ranks of a server, and half of all ranks.
+        # The sizes are one rank with all columns, a server's ranks, and half of all ranks.
         for size in sorted({1, context.ranks // context.servers, context.ranks // 2}):
             if context.ranks % size == 0 and size < context.ranks:
                 yield make(options={"structure": "push", "group_size": size})

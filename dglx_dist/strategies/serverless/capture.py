@@ -72,7 +72,7 @@ class Node:
     """A recorded operation."""
 
     kind: str
-    """"tensor", "drop", "scatter" (rows of nodes to their edges), "gather" or "softmax"."""
+    """"tensor", "drop", "scatter" (node rows to their edges), "gather" or "softmax"."""
     name: str
     """Name of the ATen operation, the end of edges for "scatter", or the reduction of "gather"."""
     arguments: tuple[Any, ...]
@@ -177,7 +177,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         sources = {source.name for source in list_needed(value)}
         input_names = sources - {"", "in_degrees", "out_degrees"}
 
-        # DGL's layers test whether weights of edges are positive, and whether a node has no in-edge.
+        # DGL's layers test whether edge weights are positive, and whether a node has no in-edge.
         is_test = tensor.dtype is torch.bool
         is_test_of_edges = is_test and all(self._is_edge_number(source) for source in input_names)
         if not value.is_constant or (input_names and not is_test_of_edges):
@@ -396,7 +396,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
     def _check_graph(self, index: Any) -> None:
         """Refuse a graph that has other edges than the block."""
-        # The third tensor of ``index.edges``, the ids of the edges, is not compared.
+        # The third tensor of ``index.edges``, the edges' ids, is not compared.
         for nodes, ids in zip(index.edges(0, "eid"), self._ends.values(), strict=False):
             if nodes.shape != ids.shape or not self._run(torch.equal, nodes, ids):
                 self.refuse("another graph than its blocks", "pass messages along the blocks it is given")
@@ -479,7 +479,7 @@ class ModelCall:
             return self.model([block] * self.num_blocks, x)
 
     def record(self, index: int) -> tuple[Recording, Value]:
-        """Call the model on ``make_graph(index)``. Return the recording and the value of the scores."""
+        """Call the model on ``make_graph(index)``. Return the recording and the scores' value."""
         block, x = self.make_graph(index)
         weights = {id(p): name for name, p in self.model.named_parameters()}
         recording = Recording(weights, block)
@@ -540,7 +540,7 @@ def _name_modules(model: nn.Module, active_modules: list[str]) -> Iterator[None]
 
 
 ScoredRecording: TypeAlias = tuple[Recording, Value]
-"""A recording, and the value of the scores."""
+"""A recording, and the scores' value."""
 
 
 def find_call(

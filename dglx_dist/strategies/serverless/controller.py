@@ -125,7 +125,7 @@ class _PendingTask:
 
     @property
     def is_early(self) -> bool:
-        """Whether the rows of the task are not ready yet."""
+        """Whether the task's rows are not ready yet."""
         return self.ready_at is None
 
     def run_seconds(self, attempt: int, now: float) -> float:

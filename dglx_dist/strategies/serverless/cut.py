@@ -1,4 +1,4 @@
-"""Cuts the recording of a model at the operations of the graph into the steps of a program."""
+"""Cuts the recording of a model at the operations of the graph into a program's steps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Cutter:
         return tuple(slots)
 
     def cut(self) -> tuple[ProgramStep, ...]:
-        """Return the steps of the program.
+        """Return the program's steps.
 
         Raises ConfigError if rows of one step depend on the number of rows, or if rows that travel are
         neither int64 nor of the features' dtype.

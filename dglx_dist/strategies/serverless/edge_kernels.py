@@ -30,7 +30,7 @@ def gather(
 ) -> None:
     """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values.
 
-    ``rows`` has the rows of sources. If ``sources`` is None, it has the rows of these nodes' in-edges.
+    ``rows`` has the source rows. If ``sources`` is None, it has the rows of these nodes' in-edges.
     """
     heads = 1 if values is None else values.shape[1]
     width = rows.shape[1] // heads
@@ -68,8 +68,8 @@ def pull_back(
 ) -> None:
     """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
 
-    The function is the transpose of :func:`gather`. For gradients of nodes, ``places`` is ``out_targets``,
-    and each gradient is multiplied by the value of its edge. For gradients of edges, it is ``out_edges``.
+    The function is the transpose of :func:`gather`. For node gradients, ``places`` is ``out_targets``,
+    and each gradient is multiplied by the value of its edge. For edge gradients, it is ``out_edges``.
     """
     heads = 1 if values is None else values.shape[1]
     width = gradients.shape[1] // heads
@@ -119,7 +119,7 @@ def gather_extreme(
 ) -> None:
     """Write to ``out[i]``, (nodes, w), the largest or smallest row of the in-edges of node ``first + i``.
 
-    ``rows`` has the rows of sources. If ``sources`` is None, it has the rows of these nodes' in-edges.
+    ``rows`` has the source rows. If ``sources`` is None, it has the rows of these nodes' in-edges.
     ``best`` (nodes, w) gets the position of the edge with the result, the first one of equal edges. A node
     without edges gets -1 in ``best``, and an infinite ``out``.
     """
@@ -160,7 +160,7 @@ def pull_back_extreme(
 
 @njit(cache=True, nogil=True)
 def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
-    """Write to ``out`` the softmax of ``scores`` over the in-edges of each node.
+    """Write to ``out`` the softmax of ``scores`` over each node's in-edges.
 
     Both are (edges, K) and have the in-edges of consecutive nodes from ``first`` on. Their length tells the
     last of these nodes.
@@ -187,7 +187,7 @@ def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def softmax_gradient(indptr: Array, shares: Array, gradients: Array, first: int, out: Array) -> None:
-    """Write to ``out`` the gradient of the scores. ``shares`` is the result of :func:`softmax`.
+    """Write to ``out`` the scores' gradient. ``shares`` is the result of :func:`softmax`.
 
     ``gradients`` is the gradient of ``shares``. All three are (edges, K), as in :func:`softmax`.
     """

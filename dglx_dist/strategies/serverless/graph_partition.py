@@ -160,7 +160,7 @@ class Part:
     interval_sizes: Array
     """(W k,) number of nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
-    """For each peer (b,) int32 ascending own nodes in the halo of the peer. See :class:`ServerGraph`."""
+    """For each peer (b,) int32 ascending own nodes in the peer's halo. See :class:`ServerGraph`."""
     inputs: Mapping[str, Array]
     """The program's inputs by slot: (n + m, width) own rows, then halo rows, or (E, width) of edges."""
     labels: Array

@@ -65,9 +65,9 @@ class TaskKind(Enum):
     WORK = "work"
     """Run a tensor program on a worker, forward, backward or fused."""
     PUBLISH = "publish"
-    """Publish the gradient of a gathered row to the sources of its edges, and compute gradients of edges."""
+    """Publish the gradient of a gathered row to the sources of its edges, and compute edge gradients."""
     SOFTMAX_GRADIENT = "softmax_gradient"
-    """Compute the gradient of a softmax."""
+    """Compute a softmax's gradient."""
     SEND_BACK = "send_back"
     """Send the gradients of halo nodes to their owners."""
     COLLECT = "collect"
@@ -228,7 +228,7 @@ class GraphServer:
         self._gradients: list[dict[str, Array]] = [{} for _ in intervals]
         """For each interval, gradients by slot."""
         self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in intervals]
-        """For each interval, rows of sources by step and slot, which forward keeps for backward."""
+        """For each interval, source rows by step and slot, which forward keeps for backward."""
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         self.works = {
@@ -580,7 +580,7 @@ class GraphServer:
     def _read_rows(self, slot: str, end: str, nodes: slice, selection: slice) -> Array:
         """Return the rows of ``slot`` of the nodes or edges ``selection``, or of one end of these edges.
 
-        ``end`` is "row", "source" or "target". ``nodes`` are the destinations of the edges.
+        ``end`` is "row", "source" or "target". ``nodes`` are the edges' destinations.
         """
         if end == "row":
             return self._rows[slot][selection]

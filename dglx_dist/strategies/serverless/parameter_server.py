@@ -47,7 +47,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPlan:
-    """Weights of a program and the server of each interval. All ranks have equal plans."""
+    """Weights of a program and each interval's server. All ranks have equal plans."""
 
     program: Program
     server_of_interval: Array
@@ -116,7 +116,7 @@ _PLAIN_KERNELS = {"foreach": False, "fused": False, "capturable": False, "differ
 
 @final
 class Update:
-    """A copy of the user's optimizer on the CPU, for the weights of a program.
+    """A copy of the user's optimizer on the CPU, for a program's weights.
 
     Args:
         optimizer: One of torch's SGD, Adam and AdamW.

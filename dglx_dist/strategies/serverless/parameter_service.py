@@ -29,7 +29,7 @@ SUMS = "lambda.sums"
 """Operation of servers with the name "epoch/server" and one vector of |theta| elements."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
 """Notices to graph servers. Their names are "updates/server" and the reason."""
-# Ranks ask for the missing inputs of the next update, the latest weights, and the state of the update.
+# Ranks ask for the missing inputs of the next update, the latest weights, and the update's state.
 MISSING = "lambda.missing"
 LATEST = "lambda.latest"
 STATE = "lambda.state"
@@ -50,7 +50,7 @@ _MAX_REASON = 1000
 
 
 def pair_name(number: int, server: int) -> str:
-    """Return the name of a number, such as an epoch, and the server that sends it."""
+    """Return a number's name, such as an epoch, and the server that sends it."""
     return f"{number}/{server}"
 
 
@@ -105,7 +105,7 @@ def count_parameter_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> 
     weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
     state = {}
     for name, weight in weights.items():
-        # Both averages have the shape of the weight.
+        # Both averages have the weight's shape.
         state[f"{name}/exp_avg"] = weight
         state[f"{name}/exp_avg_sq"] = weight
         state[f"{name}/step"] = np.empty((), np.float32)
@@ -339,7 +339,7 @@ class ParameterClient:
         return dict(zip(self._plan.shapes, self._plan.unflatten(vector), strict=True))
 
     def state(self) -> dict[str, Array]:
-        """Fetch the state of the update by "<weight>/<key>". See :meth:`latest`."""
+        """Fetch the update's state by "<weight>/<key>". See :meth:`latest`."""
         packed = self._rpc.call(self._choose_server(), STATE, "", [], phase=READ)
         return unpack_state(self._plan, packed)
 

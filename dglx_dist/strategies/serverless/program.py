@@ -28,7 +28,7 @@ _VERSION = 2
 Per: TypeAlias = Literal["node", "edge"]
 """Whether a row belongs to a node or to an in-edge."""
 End: TypeAlias = Literal["row", "source", "target"]
-"""Row that a step on edges reads: the row of the edge, of its source, or of its target."""
+"""Row that a step on edges reads: the edge's row, of its source, or of its target."""
 How: TypeAlias = Literal["sum", "max", "min"]
 Place: TypeAlias = Literal["worker", "server", "once"]
 """Place of a tensor step: workers, the graph server, or the graph server once, before the first epoch."""
@@ -59,7 +59,7 @@ class Gather:
 
     name: _Name
     source: _Name | None
-    """Slot of nodes, read at the source of each edge. If None, the rows of the edges are reduced."""
+    """Slot of nodes, read at each edge's source. If None, the edges' rows are reduced."""
     edges: _Name | None
     """Slot of edges. With a ``source``, it has one factor for each head, a run of columns, and None means
     that all factors are 1."""
@@ -70,7 +70,7 @@ class Gather:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """Softmax over the in-edges of each node, column by column, on the graph server."""
+    """Softmax over each node's in-edges, column by column, on the graph server."""
 
     name: _Name
     source: _Name

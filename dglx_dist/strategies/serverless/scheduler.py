@@ -174,7 +174,7 @@ class IntervalProgress:
         """Return what the peers must learn now that :attr:`floor` has advanced.
 
         The first value is True if peers wait for this position, because a global barrier is there, or because
-        a loss was computed and the peers count predictions. The second is the epoch of that loss, or None.
+        a loss was computed and the peers count predictions. The second is that loss's epoch, or None.
         """
         counted_epoch = None
         finished_epoch, finished_index = divmod(self.floor - 1, len(self._schedule))
@@ -269,7 +269,7 @@ class WorkerPool:
     def launch(self, key: TaskKey, rows: slice, first_id: int, *, ready: bool) -> None:
         """Launch the task ``key`` on the local ``rows``. ``first_id`` is the global id of local row 0.
 
-        ``ready`` tells whether the rows of the task can be pulled already.
+        ``ready`` tells whether the task's rows can be pulled already.
         """
         parameter_server = int(self._plan.server_of_interval[key.interval])
         task = self._make_task(
@@ -316,7 +316,7 @@ def _decode_key(key: bytes | None) -> str | None:
 
 
 _WORKER_SPANS = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
-"""Names of the spans of workers. The brackets stand for the name of the step."""
+"""Names of the spans of workers. The brackets stand for the step's name."""
 
 
 def _note_spans(

@@ -51,7 +51,7 @@ class OpenedLambda(OpenedStrategy):
 class Lambda(Strategy):
     """Graph servers on all ranks, and an executor that runs the tensor work on stateless workers.
 
-    The options are the fields of ``LambdaOptions`` and the options of the executor. See
+    The options are the fields of ``LambdaOptions`` and the executor's options. See
     docs/strategies/lambda.md.
     """
 

@@ -76,7 +76,7 @@ class TaskKey:
 
     @classmethod
     def parse(cls, text: str) -> TaskKey:
-        """Read the text of a key, such as ``r1.e3.s2.i7.f``. Raises ConfigError if the text is invalid."""
+        """Read a key's text, such as ``r1.e3.s2.i7.f``. Raises ConfigError if the text is invalid."""
         match = _KEY.fullmatch(text)
         if match is None:
             raise ConfigError(f"{text[:80]!r} is no key of a task; write it like r1.e3.s2.i7.f")
@@ -217,7 +217,7 @@ class Role(Enum):
     OUTPUT = "output"
     """Computed rows of ``slot``."""
     LABELS = "labels"
-    """Labels of nodes, pulled by a fused task. A node without a label has -1 or NaN."""
+    """Node labels, pulled by a fused task. A node without a label has -1 or NaN."""
     STATISTICS = "statistics"
     """(2,) float64 sum of losses and number of correct rows of a half, sent by a fused task."""
 
@@ -425,8 +425,8 @@ class TaskComputation:
     def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys | None) -> Computed:
         """Run the step with autograd, and return gradients of trained inputs and of all weights.
 
-        ``arrays`` has the inputs, and then the gradients of the outputs. A fused task has labels instead, and
-        returns statistics after the gradients of the inputs.
+        ``arrays`` has the inputs, and then the outputs' gradients. A fused task has labels instead, and
+        returns statistics after the inputs' gradients.
         """
         # Gradients are wanted of all weights, and then of the inputs that depend on a weight.
         inputs = arrays[: len(self._step.inputs)]
@@ -458,7 +458,7 @@ class TaskComputation:
 def _differentiate(
     outputs: Sequence[Tensor], output_gradients: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Return the gradient of each leaf, which is zero if no output depends on the leaf."""
+    """Return each leaf's gradient, which is zero if no output depends on the leaf."""
     # torch differentiates only outputs that depend on a leaf.
     roots = []
     root_gradients = []
@@ -507,7 +507,7 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
 
 
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:
-    """Return the arrays of a task, one for each of ``items``, from the arrays of its halves."""
+    """Return a task's arrays, one for each of ``items``, from the arrays of its halves."""
     joined_arrays = []
     for item, left, right in zip(items, first, second, strict=True):
         if item.role is Role.STATISTICS:

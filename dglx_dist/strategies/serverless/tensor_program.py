@@ -140,7 +140,7 @@ class TensorProgram:
 
     @cached_property
     def drops(self) -> bool:
-        """Whether an operation is dropout, which needs the ids of the rows."""
+        """Whether an operation is dropout, which needs the rows' ids."""
         return any(operation.name == DROP for operation in self.operations)
 
     @cached_property

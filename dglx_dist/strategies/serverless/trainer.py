@@ -131,7 +131,7 @@ class Engine:
             program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
         self._updated_at = {first_epoch: time.perf_counter()}
-        """Time at which the weights of each epoch were known, from the first epoch of the last run on."""
+        """Time at which each epoch's weights were known, from the first epoch of the last run on."""
         self._show: Callable[[], None] = lambda: None
         self._program_bytes = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {kernels()}

@@ -1,4 +1,4 @@
-"""The worker: runs tasks, and exchanges rows, weights and gradients with the servers of a job."""
+"""The worker: runs tasks, and exchanges rows, weights and gradients with a job's servers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Raises PeerError if the server is dead, silent, or rejects this worker, and Remo
 
 
 class Caller(ABC):
-    """Calls the servers of a job."""
+    """Calls a job's servers."""
 
     @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:

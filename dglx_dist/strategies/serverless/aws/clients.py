@@ -111,7 +111,7 @@ def _find_remedy(error: Exception) -> str:
     if isinstance(error, boto.NoRegionError):
         return "; give --region, or set one with `aws configure`"
     if isinstance(error, boto.WaiterError):
-        # The response is the configuration of the function, or has it as a part.
+        # The response is the function's configuration, or has it as a part.
         state = error.last_response.get("Configuration", error.last_response)
         reason = state.get("StateReason") or state.get("LastUpdateStatusReason") or "no reason given"
         return f" ({reason}); run the command again, or remove the function and deploy it again"

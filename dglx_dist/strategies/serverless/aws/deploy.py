@@ -411,7 +411,7 @@ class _Trial:
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)
         self._arrays: list[Array] = [rows, rng.integers(0, CLASSES, size=ROWS, dtype=np.int32)]
         self._results: dict[str, list[Array]] = {}
-        """Received rows and gradients, by the name of the call."""
+        """Received rows and gradients, by the call's name."""
 
     def handlers(self) -> dict[str, Handler]:
         program = np.frombuffer(self._program.to_json(), np.uint8)
@@ -522,7 +522,7 @@ def write_context(folder: Path, python: str = "3.12") -> None:
     source = Path(dglx_dist.__file__).parent
     shutil.copytree(source, folder / "dglx_dist", ignore=shutil.ignore_patterns("__pycache__"))
     versions = {name: importlib.metadata.version(name) for name in ("torch", *_LIBRARIES)}
-    # The image gets the versions of this machine, because other versions may compute other bits.
+    # The image gets this machine's versions, because other versions may compute other bits.
     text = _DOCKERFILE.format(
         version=dglx_dist.__version__,
         python=python,
