@@ -43,7 +43,7 @@ def splitmix64(values: Array) -> Array:
 
 
 def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
-    """Return the key of all draws of one hop of one epoch. Hop 0 is at the seeds."""
+    """Return the key for all draws of a hop in an epoch. Hop 0 is at the seeds."""
     # Compiled code returns 64-bit words as Python integers, but does not accept those as uint64.
     return np.uint64(_stream_key(seed, epoch, hop))
 
@@ -455,7 +455,7 @@ def draw_by_source(
     edges: Array,
     used: int,
 ) -> Array:
-    """Append the global ids of in-edges of ``nodes`` that the draws of their sources keep.
+    """Append the global ids of those in-edges of ``nodes`` that are kept, because their sources were drawn.
 
     This is LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023). Every source has one
     draw, and an edge is kept if the draw is below fan-out / in-degree of its destination. Destinations with

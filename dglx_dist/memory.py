@@ -40,7 +40,7 @@ def machine_memory(
 ) -> tuple[int, int]:
     """Return the bytes that this process can have at most, and the bytes that it can still get.
 
-    Limits of the process, of its control group and of the machine are considered.
+    This considers the limits of the process, its control group and the machine.
 
     Args:
         mounted: Folder where control groups are mounted.

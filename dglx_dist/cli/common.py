@@ -109,7 +109,7 @@ def check_picture(picture: Path, option: str, example: str) -> None:
 
 
 def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., None]]:
-    """Turn a function of a record of options into a command of ``typer``. Its help is the docstring.
+    """Turn a function that takes a record of options into a ``typer`` command. Its help is the docstring.
 
     A field ``given`` of the record gets the names of the fields whose options are on the command line.
     """

@@ -93,7 +93,7 @@ def inspect(config: InspectCommand) -> None:
 
 
 def summarize_dataset(manifest: Manifest) -> dict[str, object]:
-    """Return the rows of the first table of ``dglx inspect``: types, columns, quality of the cut, size."""
+    """Return the rows for the first table of ``dglx inspect``: types, columns, quality of the cut, size."""
     rows: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"

@@ -3,7 +3,7 @@
 The launcher of ``dglx train --ranks N``, a process of the same command, calls :func:`launch`. ``python -m
 dglx_dist.cli.torchrun <torchrun's arguments>`` does so for any program. It differs from torchrun in four
 ways. Ranks of ``dglx train`` are forks of the launcher, which has imported everything once. A failed run ends
-with the message of the rank that failed first, instead of a traceback of the launcher. After a signal to
+with the message from the rank that failed first, instead of a traceback from the launcher. After a signal to
 stop, ranks have the time that they need for a checkpoint, while torchrun's agent would kill them after 30 s.
 With ``--failure-file FILE`` before torchrun's arguments, the message is written to that file as JSON.
 scripts/netlab starts one launcher per server and shows the first failure.

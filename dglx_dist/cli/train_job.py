@@ -222,7 +222,10 @@ def _call_own_model(path: str, name: str, arguments: Mapping[str, Any]) -> nn.Mo
 
 
 def _try_own_model(model: nn.Module, plan: TrainConfig, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless ``model`` returns a row of scores for each of 2 targets of random blocks."""
+    """Raise ConfigError unless ``model`` returns a row of scores for each target.
+
+    It is tried on random blocks with 2 targets.
+    """
     # The last block has 2 targets. Each block before it has 2 nodes more.
     num_nodes = range(2 * plan.layers + 2, 0, -2)
     blocks = []

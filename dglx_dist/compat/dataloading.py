@@ -62,7 +62,7 @@ class DistDataLoader(_Epochs):
     is for inference, and one rank may always use it alone.
 
     Args:
-        dataset: Items of this rank: a tensor of ids, or a sequence of ids or (type, id) pairs.
+        dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
         queue_size: Number of batches prepared ahead, on one thread.
 
     Raises:

@@ -183,7 +183,7 @@ _EDGE_IDS: SessionField[dict[tuple[str, object], EdgeIds]] = SessionField(lambda
 
 
 def get_edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
-    """Return the ids of the edges of a type in the graph of ``store``, or None if our ids equal DGL's."""
+    """Return the edge ids of a type in the graph of ``store``, or None if our ids equal DGL's."""
     return _EDGE_IDS.get(store.session).get((store.label, etype))
 
 

@@ -28,8 +28,8 @@ class ClusterGCNSampler(Sampler):
     """Clusters of a graph, whose induced subgraphs are batches (Chiang et al., KDD 2019).
 
     This is ``dgl.dataloading.ClusterGCNSampler`` for a distributed graph with one node and one edge type.
-    The constructor is collective. Every part of the dataset is cut into clusters of about the same number of
-    nodes. So the nodes of a cluster are on one server, and clusters do not depend on the number of ranks.
+    The constructor is collective. Every part of the dataset is cut into clusters with about the same number
+    of nodes. So the nodes of a cluster are on one server, and clusters do not depend on the number of ranks.
     Pass a loader the ids of the clusters of its rank: ``dx.DataLoader(g, sampler.split(), sampler)``. It
     yields one DGLGraph for ``batch_size`` clusters, with the edges between them. Edges to other nodes are
     missing, so training is not exact.
@@ -89,7 +89,7 @@ class ClusterGCNSampler(Sampler):
         return len(self._starts) - 1
 
     def split(self) -> torch.Tensor:
-        """Return the int64 ids of the clusters of this rank: its share of the clusters of its server."""
+        """Return the int64 ids of this rank's clusters, which are its share of the server's clusters."""
         of_server = np.flatnonzero(self._server_of_cluster == self._topology.server)
         num_ranks = len(self._topology.ranks_of_server(self._topology.server))
         return torch.from_numpy(of_server[self._topology.local_rank :: num_ranks])

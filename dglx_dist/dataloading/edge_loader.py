@@ -371,7 +371,7 @@ _TYPE_SHIFT = 44
 
 
 PairTimes: TypeAlias = Sequence[Mapping[EdgeType, Array]]
-"""(P,) keys of the times of the positive pairs by edge type, and those of the negative pairs, if any."""
+"""(P,) time keys for the positive pairs by edge type, and for the negative pairs if there are any."""
 
 
 def build_pairs(
@@ -469,7 +469,7 @@ def _build_pair_graph(
         etypes: All R edge types, in the order of dgl.heterograph.
         starts: (T + 1,) int64. Type t has the rows ``starts[t]`` to ``starts[t + 1] - 1``.
         pairs: Ends of the P pairs by edge type. Only their numbers are used.
-        ends: (2, P) int64 rows of the sources and of the destinations, in the order of ``etypes``.
+        ends: (2, P) int64 source rows and destination rows, in the order of ``etypes``.
     """
     num_pairs = [len(pairs[etype][0]) for etype in etypes]
     merged_ends = torch.from_numpy(ends)

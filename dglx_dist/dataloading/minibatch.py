@@ -432,7 +432,7 @@ class KernelMaker(NodeMaker):
     def _sample_trees(
         self, source: TreeSource, batch: MiniBatch, request: SampleRequest, exclude: Excluded
     ) -> RawBatch:
-        """Draw the trees of ``batch``, and set the columns of the tree and the time of each row."""
+        """Draw the trees for ``batch``. Set the columns with the tree and the time of each row."""
         no_times = np.empty(0, np.int64)
         times_by_type = [batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes]
         times = np.concatenate(times_by_type)

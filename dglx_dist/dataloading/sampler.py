@@ -50,7 +50,7 @@ class SourceDraws:
     batch_dependency: int
     """Number of consecutive steps with the same draws. With 0 or less, all batches have the same draws."""
     rounds: int = 0
-    """Number of iterations that lower the number of sources of a hop, or -1 to iterate until convergence."""
+    """Number of iterations to lower the number of sources in a hop. -1 iterates until convergence."""
     unequal: bool = False
     """Whether edges have different probabilities. If so, blocks have ``edge_weights``."""
 

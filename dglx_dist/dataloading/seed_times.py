@@ -105,7 +105,7 @@ def read_timed_items(
 def _read_keys(
     g: DistGraph, type_name: Any, ids: Array, seed_time: Any, dtype: TimeDtype, item: Literal["node", "edge"]
 ) -> Array:
-    """Return the (n,) keys of the times of the (n,) ``ids`` of one type.
+    """Return the (n,) time keys for the (n,) ``ids``, which are of one type.
 
     ``seed_time`` is the name of a column, a time for each id, or one time for all of them. Raises ConfigError
     if it is none of these, or an id has no time.

@@ -81,7 +81,7 @@ class Items(Generic[K]):
     """The ids of this rank by type. Positions count through the ids of all types, in the order of types."""
 
     ids: Mapping[K, Array]
-    """(n_t,) int64 distinct ids of every type of the graph, in the order of the graph. n_t may be 0."""
+    """(n_t,) int64 distinct ids for every type, in the graph's order of types. n_t may be 0."""
     times: Mapping[K, Array] | None = None
     """(n_t,) int64 keys of the times of the ids, if the loader samples by time. Then ids may be repeated."""
 
@@ -159,7 +159,7 @@ def read_items(
     Args:
         indices: (K,) ids or a mask if the graph has one type. Otherwise a dict by type of ids or masks, where
             an edge type is a triple or the name of a relation.
-        counts: Number of nodes or edges of every type, in the order of the graph.
+        counts: Number of nodes or edges for every type, in the graph's order of types.
         what: ``node`` or ``edge``, for messages.
         is_distinct: Whether ids must be distinct.
 
@@ -353,7 +353,7 @@ class Stages(ABC, Generic[B]):
         """Release resources at the end of the iteration."""
 
     def span(self, name: str, step: int) -> AbstractContextManager[None]:
-        """Record the time of a ``with`` block as a span of the batch of ``step``."""
+        """Record how long a ``with`` block takes, as a span of the batch for ``step``."""
         return self.loader.span(name, self.epoch, step)
 
 
@@ -460,7 +460,7 @@ def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 STEPS_BETWEEN_CHECKS = 32
-"""Least number of steps between two comparisons of the replicated weights of the ranks."""
+"""Minimum number of steps until the ranks compare their replicated weights again."""
 EARLY_CHECKS = (2, 4, 8, 16)
 """Steps of an optimizer at which the weights are compared too, so that short loops are checked."""
 _STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 _CLUSTER = "cluster"
-"""Type of the items of a loader of clusters."""
+"""Type that the items of a cluster loader have."""
 
 
 class _SubgraphMaker(NodeMaker):

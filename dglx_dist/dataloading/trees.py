@@ -124,7 +124,7 @@ def _draw_positions(
     rule: tuple[bool, bool],
     exclude: Array,
 ) -> tuple[Array, Array]:
-    """Return the (K + 1,) indptr and the positions, in the order of times, of drawn in-edges of K rows."""
+    """Return the (K + 1,) indptr for K rows, and the positions of their drawn in-edges, ordered by time."""
     replace, takes_last = rule
     nodes = rows[0]
     tree_keys = rows[1]
@@ -250,14 +250,15 @@ def hash_rows(tree_keys: Array, trees: Array, nodes: Array) -> Array:
     """Return (n,) int64 ids of the rows of a batch, which depend only on seed, time and node."""
     out = np.empty(len(nodes), np.int64)
     for i in range(len(nodes)):
-        # The key is hashed once more. Otherwise node 5 in the tree of 3 has the id of 3 in the tree of 5.
+        # The key is hashed once more. Otherwise node 5 in the tree of 3 would have the same id as node 3 in
+        # the tree of 5.
         tree_key = mix(np.uint64(tree_keys[trees[i]]))
         out[i] = np.int64(item_key(tree_key, nodes[i]) >> np.uint64(1))
     return out
 
 
 class TreeRows(NamedTuple):
-    """The rows of one node type of a batch: pairs of node and tree."""
+    """Rows for one node type in a batch: pairs of node and tree."""
 
     nodes: Array
     """(n,) int64 global ids."""

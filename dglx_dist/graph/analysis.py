@@ -1,4 +1,4 @@
-"""Analyses of a complete graph: neighborhood expansion of servers, and ids of reverse edges."""
+"""Analyses of a complete graph: how far the neighborhoods of servers expand, and which edges are reversed."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,7 +38,7 @@ class Expansion:
 
     @property
     def factors(self) -> Array:
-        """(K + 1, S) float64 nodes per own node of the server: D_i of a model of h layers."""
+        """(K + 1, S) float64 nodes per own node on each server: D_i for a model with h layers."""
         return np.asarray(self.nodes / np.maximum(self.nodes[0], 1))
 
     @property

@@ -343,7 +343,10 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return the (N,) number of edges of each row to nodes of this server. Only its first rank counts."""
+    """Return (N,) counts: how many edges lead from each row to nodes on this server.
+
+    Only its first rank counts.
+    """
     server = g.session.topology.server
     total = np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0:

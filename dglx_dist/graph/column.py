@@ -154,7 +154,7 @@ class LookAheadRows:
 
     Args:
         num_rows: Maximum number C of rows to keep. May be 0.
-        local_range: First id of the rows of the local server, and the end of their ids.
+        local_range: First id and end of the ids that the local server's rows have.
         num_ids: Number of rows of all servers.
     """
 

@@ -521,7 +521,7 @@ class DistGraph(Shared):
             seed_nodes: (K,) ids, or a dict of them by node type.
             fanout: Number of edges per node and edge type, -1 for all, or a dict by edge type.
             edge_dir: ``in``. Out-edges are stored with their destinations and cannot be drawn.
-            prob: Name of an edge tensor of weights, or of a mask of the edges that may be drawn.
+            prob: Name of an edge tensor: weights, or a mask that marks the edges that may be drawn.
             exclude_edges: Ids of edges that are never drawn, or a dict of them by edge type.
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.

@@ -298,7 +298,7 @@ class DistTensor(Shared):
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
-        """Return this rank's share of the ids of nonzero rows, in the shape of ``torch.nonzero``.
+        """Return the ids of nonzero rows that this rank gets, shaped like the result of ``torch.nonzero``.
 
         Scripts for one machine train on ``mask.nonzero()``. Here each rank gets the ids that
         ``dx.node_split`` assigns to it. Raises ConfigError if the tensor has more than one dimension.

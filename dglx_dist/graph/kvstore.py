@@ -72,7 +72,10 @@ class _UnansweredPush(NamedTuple):
 def _cut_into_ranges(
     ids: Array, start: int, stop: int, step: int, *, has_repeats: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of ranges of about ``step`` ids of the ascending ``ids[start:stop]``."""
+    """Split the ascending ``ids[start:stop]`` into ranges with about ``step`` ids.
+
+    Yield their (start, end).
+    """
     while start < stop:
         end = min(start + step, stop)
         if has_repeats:

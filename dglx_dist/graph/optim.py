@@ -39,8 +39,8 @@ Mode: TypeAlias = Literal["sync", "async"]
 class SparseOptimizer:
     """Updates the rows of embeddings that have gradients since the last step.
 
-    Creating it is collective, with the same arguments. The owner of a row updates it from the sum of the
-    gradients of all ranks. They are weighted like those of the model (the gradient rule,
+    Creating it is collective, with the same arguments. The owner of a row updates it with the gradients that
+    all ranks have sent, summed. They are weighted like those of the model (the gradient rule,
     docs/development/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows
     without gradients and their state stay unchanged. If several optimizers have the same embedding, the first
     one that steps takes the gradients.
@@ -165,7 +165,7 @@ class SparseOptimizer:
         return {"params": params, "emb_states": embedding_states}
 
     def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`local_state_dict` of any rank, with rows of any rank.
+        """Load what :meth:`local_state_dict` returned on any rank. The rows may belong to any rank.
 
         Call this on all ranks, and then a barrier. Only ``lr`` is loaded of the settings. Raises ConfigError
         if the state belongs to other embeddings or another kind of optimizer. Nothing has changed then.

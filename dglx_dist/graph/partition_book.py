@@ -193,7 +193,7 @@ def resolve_etype(etype: str | EdgeType | None, etypes: Sequence[EdgeType]) -> E
 
 
 class _Ranges(Generic[K]):
-    """Ranges of ids of the nodes, or of the edges. They implement the methods of :class:`PartitionBook`."""
+    """Id ranges of the nodes or the edges. They implement the methods of :class:`PartitionBook`."""
 
     def __init__(self, bounds: Mapping[K, Array], what: str) -> None:
         self._what = what

@@ -289,7 +289,7 @@ NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 def compute_table_sizes(num_cached: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
-    """Return the lengths of ``slots`` and ``keys`` for a table of ``num_cached`` of ``num_ids`` ids.
+    """Return the lengths of ``slots`` and ``keys`` for a table that holds ``num_cached`` of ``num_ids`` ids.
 
     A hash table is at most half full and takes 24 to 48 bytes per cached row. A direct table takes 4 bytes
     per id. A direct table is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
@@ -322,7 +322,7 @@ def find_slot(table: SlotTable, key: int) -> int:
 
 @njit(cache=True, nogil=True)
 def find_entry(keys: Array, key: int) -> np.uint64:
-    """Return the index of the table entry of the id ``key``, or of the free entry for that id."""
+    """Return the index of the table entry with the id ``key``, or the free entry for that id."""
     # The index of an entry of a direct table is the id.
     if len(keys) == 0:
         return np.uint64(key)
@@ -502,7 +502,7 @@ def check_summable(name: str, info: ColumnInfo) -> None:
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Sum the (K, *row) ``rows`` of each slot of ``plan``, in the order of their positions.
+    """Sum the (K, *row) ``rows`` that belong to each slot of ``plan``, ordered by position.
 
     Return (slots, *row) sums in the dtype of ``info``. Integers wrap around.
     """

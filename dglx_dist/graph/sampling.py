@@ -72,7 +72,7 @@ class DrawRule:
     replace: bool
     """Whether an edge may be drawn more than once."""
     prob: str | None
-    """Name of an edge tensor of weights, or of a mask. None: all edges are equally likely."""
+    """Name of an edge tensor: weights or a mask. None: all edges are equally likely."""
     seed: int
     """Seed of the draw. The same seed draws the same edges of a node."""
 
@@ -109,7 +109,7 @@ def build_sampled_graph(
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Draw in-edges of some nodes, and return a graph of all nodes of ``g`` and the drawn edges.
+    """Draw in-edges of some nodes. Return a graph with all nodes of ``g`` and the drawn edges.
 
     Args:
         g: The opened graph.

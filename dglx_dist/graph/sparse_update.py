@@ -1,4 +1,4 @@
-"""Updates of owned rows: the rules of torch's optimizers, and the exchange of gradients with the owners."""
+"""Updates to owned rows: the rules of torch's optimizers, and how gradients reach the owners."""
 
 import math
 import time
@@ -120,7 +120,7 @@ class OwnedRows:
         self.owners = RowOwners(embedding.part_policy.bounds, topology)
         self.first, self.last = self.owners.get_range(topology.rank)
         self.steps = 0
-        """Number of updates of the parameter, also of those without a row of this rank."""
+        """Number of updates to the parameter, including those that change no row on this rank."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
         """Lock of the rows. Other optimizers and pushes that add hold it, too."""
 

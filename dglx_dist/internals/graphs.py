@@ -32,7 +32,7 @@ from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward
 from dglx_dist.records import EDGE_TYPE, EdgeType
 
 BlockParts: TypeAlias = tuple[Any, tuple[list[str], list[str]], list[str], list[Frame], list[Frame]]
-"""Structure, node types of both sides, names of edge types, frames of nodes and of edges."""
+"""Structure, node types on both sides, edge type names, node frames and edge frames."""
 
 
 def get_structure(graph: Any) -> Any:
@@ -124,7 +124,8 @@ def _build_bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor
 class BlockTypes:
     """Types of blocks that have all node types on both sides. Thread-safe.
 
-    ``sources`` and ``destinations`` are the positions in ``ntypes`` of the ends of each of the ``relations``.
+    For each of the ``relations``, ``sources`` and ``destinations`` have the positions of its two node types
+    in ``ntypes``.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class BlockTypes:
                 columns, of each edge type.
             nodes: Columns of each node type, such as global ids. The first rows are sources, and the first of
                 them destinations. None: the block has no columns.
-            counts: Numbers of sources and of destinations of each node type.
+            counts: Number of sources for each node type, and number of destinations.
         """
         indices = [_build_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
         edge_frames = [Frame(columns, num_rows=len(sources)) for *_, sources, columns in edges]

@@ -1,4 +1,4 @@
-"""Interception of DGL's operations of the graph and of torch's dropout while a model is captured.
+"""Interception of DGL's graph operations and torch's dropout while a model is captured.
 
 Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0, 2.13.0 and 2.15.0.
 """

@@ -107,7 +107,7 @@ class Segments:
         """
         offsets, order = self.offsets_and_order
         counts = self.degrees[nodes.long()]
-        # Position of a node's first edge, less the number of edges of the nodes before it in the result.
+        # Position of a node's first edge, less the number of edges before it in the result.
         shifts = offsets[nodes.long()] - (torch.cumsum(counts, 0) - counts)
         shift_of_edge = torch.repeat_interleave(shifts, counts)
         positions = shift_of_edge + torch.arange(len(shift_of_edge), device=shifts.device)

@@ -54,7 +54,7 @@ class LayerWidths:
     inputs: int
     """Number of columns of a source's row, which ranks exchange before the layer."""
     outputs: int
-    """Number of columns of the result, of all heads."""
+    """Number of columns in the result, for all heads together."""
     summed: int
     """Number of columns that are summed along an edge."""
     sums_sources: bool = False
@@ -129,13 +129,16 @@ class SplittableConv(nn.Module, ABC):
 
     @property
     def width(self) -> int:
-        """Number of input columns of the layer, or of this part of it."""
+        """Number of input columns that the layer has, or that this part of it has."""
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
 
     @property
     def sum_width(self) -> int:
-        """Number of columns of all results of :meth:`gather`. By default those of the first weight."""
+        """Number of columns in all results of :meth:`gather` together.
+
+        The default is the number of columns of the first weight.
+        """
         return self.get_parameter(next(iter(self.cut))).numel() // self.width
 
     def widths(self) -> LayerWidths:
@@ -425,7 +428,7 @@ def project_rows(inputs: StageInput, rows: Tensor, weight: Tensor, *, after_sum:
 def apply_to_edges(
     block: DGLBlock, message: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
 ) -> Tensor:
-    """Return the (E1, ...) results of DGL's ``message`` function on the rows of both ends of each edge."""
+    """Apply DGL's ``message`` function to the rows at both ends of each edge. Return (E1, ...) results."""
     with block.local_scope():
         block.srcdata["end"] = sources
         block.dstdata["end"] = targets

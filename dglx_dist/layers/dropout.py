@@ -1,7 +1,7 @@
 """Dropout with masks keyed by node and edge ids, and column ranges of split inputs.
 
-Ranks that compute the row of the same node drop the same entries of it, so any number of ranks trains the
-same model as one process.
+Ranks that compute a row for the same node drop the same entries, so any number of ranks trains the same model
+as one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[ColumnRange, ...], ...]:
-    """Divide the columns of each of several matrices evenly among the parts of a group.
+    """Divide the columns of several matrices evenly among the parts in a group, matrix by matrix.
 
     The matrices are concatenated along their columns, and the ranges count columns of the concatenation.
 
@@ -229,7 +229,7 @@ class _DropoutCall:
 
 @final
 class NodeDropouts:
-    """Shared state of the dropouts of one model: the current pass, and the nodes or edges of their rows.
+    """State that all dropouts in a model share: the current pass, and the nodes or edges that rows belong to.
 
     Rows outside of a convolution belong to the first nodes of the pass, because a block's destinations come
     first among its sources, from layer to layer (not in a pass over several node types). Within a module that

@@ -1,4 +1,4 @@
-"""Keyed masks of dropout: which entries of rows are kept, by the ids of the rows and the columns."""
+"""Keyed dropout masks: which entries are kept, determined by row ids and columns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _WORDS_AT_ONCE = 1 << 22
 
 
 def draw_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
-    """Return the mask of kept draws: one row for each of ``nodes``, one column for each of ``numbers``.
+    """Return which draws are kept: a mask with one row per node and one column per number.
 
     ``numbers`` are columns of the entries, or other numbers of draws. A draw is kept if its 32 bits are at
     least ``threshold``.

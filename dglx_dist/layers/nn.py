@@ -18,7 +18,7 @@ from dglx_dist.internals.pytorch import AnyBatchNorm, NormWithStatistics
 from dglx_dist.layers.dropout import NodeDropouts
 
 PHASE = "batch_norm"
-"""Phase of the ledger for sums of statistics, and for the ids of the nodes that they cover."""
+"""Ledger phase for the summed statistics, and for the ids of the nodes that they cover."""
 
 
 def _open_group(session: Session) -> dist.ProcessGroup:

@@ -275,7 +275,7 @@ def choose_in_job(
     Rank 0 prints the choice and its reason.
 
     Args:
-        inputs: Input rows of the run on a graph of several types, or of a training on edges.
+        inputs: Input rows, for a graph with several types or for training on edges.
         links: Training on edges. None: the training is on nodes.
 
     Raises:

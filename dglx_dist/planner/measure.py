@@ -1,4 +1,4 @@
-"""Counts of an epoch, by one process or by a job's ranks, and times of the model and of the links."""
+"""Counts of an epoch, by one process or by a job's ranks, and measured times of the model and the links."""
 
 from __future__ import annotations
 
@@ -224,9 +224,9 @@ def predict_and_time(
 ) -> list[Prediction]:
     """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
 
-    ``ntype`` is the type of the training nodes. None: the only one. Steps of mini-batches are timed on a few
-    drawn batches, and steps of whole graphs on the plan of the rank with the largest step. If ranks have less
-    than a core each, the seconds are multiplied accordingly.
+    ``ntype`` is the type of the training nodes. None: the only one. Steps with mini-batches are timed on a
+    few drawn batches. Steps on whole graphs are timed on the plan of the rank with the largest step. If ranks
+    have less than a core each, the seconds are multiplied accordingly.
     """
     predictions = [predict(candidate, counts) for candidate in candidates]
     slowdown = 1.0 / min(counts.cluster.cores, 1.0)
@@ -291,7 +291,7 @@ def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts, ntyp
 def sample_blocks(
     g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int], ntype: str | None = None
 ) -> list[Any]:
-    """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, spread over the graph.
+    """Return the blocks of one batch. Its ``size`` seeds are (K,) ``seeds`` at equal distances in the graph.
 
     ``ntype`` is the seeds' type. None: the only one.
     """
@@ -309,7 +309,7 @@ def sample_blocks(
 def time_step(
     model: nn.Module, blocks: Sequence[Any], widths: int | Mapping[str, int], ntype: str | None = None
 ) -> float:
-    """Return the seconds of a training step of a copy of ``model`` on ``blocks``, on its device.
+    """Return the seconds that a copy of ``model`` takes for a training step on ``blocks``, on its device.
 
     The input rows have ``widths`` columns, by node type if it is a mapping. ``ntype`` is the type of the
     targets. The result is the median of three steps after one that is not timed. Dropout is keyed by node,

@@ -108,7 +108,7 @@ def describe_relational(
     kind: str,
     trained_row_bytes: int | None = None,
 ) -> ModelShape:
-    """Return the shape of a ready-made model of several types that returns rows of ``classes`` columns.
+    """Return the shape of a ready-made model for several types. Its results have ``classes`` columns.
 
     ``trained_row_bytes`` are the bytes of the rows of types without features. None: rows of the hidden width.
     """

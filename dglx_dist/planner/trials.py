@@ -84,7 +84,7 @@ class TrialConfig:
     draws: Draws | None
     """Options of the mini-batches. None: the training has no mini-batches."""
     batch_size: int
-    """Number of targets of a rank in a batch of edges."""
+    """Number of target edges that a rank has in a batch."""
     epochs: int
     constraints: ChoiceOptions
     memory_bytes: int

@@ -1,4 +1,4 @@
-"""Counted bytes and work of an epoch of mini-batches, and statistics of graphs.
+"""Bytes and work that an epoch with mini-batches needs, counted exactly, and statistics of graphs.
 
 The draws of training are keyed by seed, epoch and global id, so one process can build the batches of every
 rank. The bytes that follow from them are exactly those of the run.
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a batch of a graph of one type, as far as a cache must know them."""
+    """What a cache must know about the inputs of a batch, on a graph with one type."""
 
     remote_ids: Array
     """(K,) int64 input nodes of other servers."""
@@ -110,7 +110,7 @@ class RowSizes:
     label: int | None
     """Bytes of a label. None: labels are not sent."""
     gradients: int
-    """Bytes of all gradients of a step, with a flag of one element for each tensor."""
+    """Bytes of all gradients in a step, including a flag (one element) for each tensor."""
     partitioned: bool
     """Whether servers ask each other for in-edges."""
     etypes: tuple[EdgeType, ...] = ()
@@ -161,7 +161,7 @@ def count_rank(
         topology: Topology of the rank.
         bounds: (S + 1,) int64 first node of each server by node type.
         ntype: Type of the seeds. None: the only one.
-        inputs_of: The inputs of each batch of a graph of one type are appended to this list.
+        inputs_of: On a graph with one type, the inputs of each batch are appended to this list.
     """
     ntype = ntype or g.ntypes[0]
     rank_seeds = split_ids(seeds, bounds[ntype], topology, force_even=draws.force_even)[: draws.most_seeds]
@@ -311,7 +311,7 @@ class _CacheSimulation:
         self._bounds = bounds
         self._waiting_bytes = 0
         self.max_bytes = 0
-        """Largest size of the tables of the cache and of the batches that are drawn ahead."""
+        """Largest size that the tables for the cache and for the prefetched batches had."""
 
     def run_epoch(self, epoch: Sequence[Inputs]) -> int:
         """Return the number of remote rows of ``epoch`` that the cache has."""

@@ -75,7 +75,7 @@ def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells]
         summaries[name] = run.summary or summarise({}, run.epochs)
         if not run.summary:
             unfinished += f"<p>{escape(name)} did not finish, or still runs.</p>"
-    # The choice of ``auto`` has a section of its own, so the table of runs leaves it out.
+    # The choice by ``auto`` has its own section, so the table of runs leaves it out.
     rows: dict[str, Cells] = {}
     for name, summary in summaries.items():
         rows[name] = flat_cells({**summary, "auto": {}})

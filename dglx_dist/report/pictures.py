@@ -32,7 +32,8 @@ from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, for
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
-    """Return the share of the time of transfers, or of a worker's tasks, in which their rank computed too.
+    """Return how much of the transfer time, or of a worker's task time, the rank computed, too. It is a
+    share.
 
     The time of a rank is that in which at least one span of ``row`` runs, summed over the ranks. Waiting is
     not computing. None without such spans.
@@ -289,7 +290,7 @@ SHORT = {
 SPLIT = {"forward": "fD", "backward": "bD"}
 """Labels if the first layer has its own spans on top, so that the rest is the owner's side."""
 _BACKWARD_PREFIXES = ("grad", "publish", "collect")
-"""Prefixes of the names of backward spans of intervals, which are hatched."""
+"""Name prefixes of the spans in which intervals run backward. These spans are hatched."""
 
 
 def draw_trace(

@@ -19,7 +19,7 @@ PHASES = (
     ("compute", "compute_s", "#4c72b0"),
     ("exchange", "exchange_s", "#dd8452"),
 )
-"""Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
+"""Label, EpochRecord field and colour for each phase of the training loop, in their order."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
 """The same for the loader's threads, which run beside the training loop."""
 INSIDE = "#9ecae1"
@@ -169,7 +169,7 @@ def format_plan_head(choice: Choice) -> str:
 
 
 def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    """Return the content of ``summary.json``: the ``facts`` of the run, and figures of its epochs.
+    """Return the content of ``summary.json``: the ``facts`` about the run, and figures from its epochs.
 
     The first epoch warms caches and compiles kernels, so it is left out if there are others.
     ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` are means.
@@ -372,7 +372,7 @@ def build_spread_table(summary: Mapping[str, Any]) -> Table:
 
 
 def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
-    """Return (mean, text of mean and standard deviation) of each metric of :func:`spread`."""
+    """Return for each metric in a :func:`spread` the mean, and a text with mean and standard deviation."""
     cells: dict[str, tuple[object, str]] = {}
     for name, mean in summary["mean"].items():
         deviation = _format_cell(summary["std"][name], name)

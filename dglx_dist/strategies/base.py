@@ -309,8 +309,8 @@ class WrappedModel(nn.Module, ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which forward calls accumulate gradients without exchanging them.
 
-        As in DistributedDataParallel, the next backward of a forward call outside of the context sends the
-        sum of all gradients. An optimizer step before that raises ConfigError.
+        As in DistributedDataParallel, the next backward after a forward call outside of the context sends the
+        accumulated gradients. An optimizer step before that raises ConfigError.
 
         Activations are still exchanged in each call. Gradients are still exchanged in each backward where
         mini-batches overlap (push_pull with ``weights="whole"``) or replicas of the first layer are summed.

@@ -28,7 +28,7 @@ GRADIENTS = "gradients"
 """Ledger phase of summed gradients."""
 ID_BYTES = 8
 OPTIMIZER_COPIES = 2
-"""Number of tensors of the size of the parameters that Adam keeps."""
+"""Number of tensors that Adam keeps, each as large as the parameters."""
 _BATCHES_AHEAD = 1
 ALLOCATOR_OVERHEAD = 1.3
 """Held memory relative to memory in use. Each thread keeps freed memory for the next step."""
@@ -269,7 +269,7 @@ class EpochCounts:
         return layer_bytes
 
     def backward_bytes(self, activations: Sequence[int]) -> int:
-        """Return the bytes of gradients of the parameters and of the rows of the largest layer."""
+        """Return the gradient bytes for the parameters and for the rows in the largest layer."""
         return self.parameter_bytes + 2 * max(activations)
 
     def batch_memory(self, *, held: int, owners: int = 1, in_flight: int = 1) -> int:
@@ -426,7 +426,7 @@ def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[in
 
     Args:
         num_bytes: Size of the reduced array.
-        server_of: Server of each of the W ranks.
+        server_of: (W,) server of each rank.
         steps: Number of all-reduces.
     """
     num_ranks = len(server_of)

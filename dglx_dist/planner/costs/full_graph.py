@@ -290,7 +290,7 @@ def use_covers(plan: RankPlan) -> RankPlan:
 
 
 def decode_work(sizes: Array, topology: Topology) -> FullWork:
-    """Return the work of an epoch from the (R, W, K) int64 :func:`pack_sizes` of the plans of its steps."""
+    """Return the work in an epoch from the (R, W, K) int64 :func:`pack_sizes` of all its plans."""
     world_size = topology.world_size
     # K is (L + 1) + 3 L for a step's sizes, 1, L W and W.
     num_layers = (sizes.shape[2] - 2 - world_size) // (4 + world_size)

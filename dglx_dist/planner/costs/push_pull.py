@@ -46,7 +46,7 @@ class FirstLayer:
     cut_bytes: int
     """Bytes of the split parameters, all parts together."""
     replicated_bytes: int
-    """Bytes of the gradients of all other parameters, with a flag of one element each on the owner side."""
+    """Gradient bytes for all other parameters. On the owner side each has a flag, which is one element."""
     known: bool
     """Whether the sums have exactly these widths and no edge values are sent."""
     sum_widths: Mapping[str, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class PushPullCosts(CostModel):
         if not pushed and counts.structure_partitioned:
             return Cost(why_not="drawing the batches of other ranks needs the whole structure on each server")
 
-        # A rank of a group maps its columns of all nodes, and all columns of its server's nodes.
+        # A rank maps its columns for all nodes, and all columns for its server's nodes.
         column_bytes = counts.graph.all_feature_bytes // group_size
         held_bytes = column_bytes + counts.own_feature_bytes
         _, targets, _ = counts.mini_batches.largest
@@ -281,7 +281,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, group_size: int, *, pushed:
 
 
 def _split_gradient_sums(cluster: Cluster, first: FirstLayer, group_size: int, steps: int) -> tuple[int, int]:
-    """Return the bytes between and within servers of the sums of gradients of ``steps`` steps."""
+    """Return the bytes between and within servers that gradient sums take in ``steps`` steps."""
     server_of = cluster.server_of_rank
     outside, inside = ring_split(first.replicated_bytes, server_of, steps)
     num_groups = cluster.ranks // group_size

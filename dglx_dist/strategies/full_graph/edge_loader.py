@@ -1,4 +1,4 @@
-"""Batches of edges in full-graph training: blocks of the graph, and pair graphs with rows of all ranks."""
+"""Edge batches in full-graph training: blocks of the graph, and pair graphs with rows from all ranks."""
 
 from __future__ import annotations
 

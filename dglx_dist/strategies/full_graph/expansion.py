@@ -251,7 +251,7 @@ class EasOptions:
     policy: EasPolicy = "uniform_external"
     """Whether external in-neighbours are random, or those with the most in-edges from outside the server."""
     inner: Inner = "server"
-    """Start of the expansion: all nodes of the server, or the seeds of a cooperative batch."""
+    """Start of the expansion: all the server's nodes, or the seeds of a cooperative batch."""
 
 
 def make_selection(options: EasOptions, *, seed: int) -> Selection:

@@ -133,7 +133,7 @@ class UnifiedGraph:
         return total
 
     def find_typed_range(self, ntype: str, unified_range: tuple[int, int]) -> tuple[int, int]:
-        """Return the half-open range of the ids of ``ntype`` in a range of unified ids."""
+        """Return the half-open id range that ``ntype`` has within a range of unified ids."""
         kind = self.ntypes.index(ntype)
         starts = self.nodes.starts[kind]
         counts = self.nodes.counts[kind]

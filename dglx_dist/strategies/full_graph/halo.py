@@ -38,15 +38,14 @@ class Halo:
             x = messages.new_zeros(len(x), messages.shape[1]).index_add(0, target, messages)
 
     Backward sends the gradients of these rows back to their owners, which add them. So the gradients of ``x``
-    are those of one process, also on directed graphs. Gradients of the model's weights are those of the
-    messages and rows of this rank. Add them over the ranks (sum, not mean) if the loss is a sum over all
-    nodes. Call :func:`dglx_dist.init` first. The constructor, :meth:`rebuild`, calls and their backward are
-    collective.
+    are those of one process, also on directed graphs. Gradients of the model's weights come from this rank's
+    messages and rows alone. Add them over the ranks (sum, not mean) if the loss is a sum over all nodes. Call
+    :func:`dglx_dist.init` first. The constructor, :meth:`rebuild`, calls and their backward are collective.
 
     Args:
-        owners: Number of nodes of this rank, or the (N,) integer ranks of all nodes, equal on all ranks. With
-            numbers, rank 0 owns the first ids, then rank 1, and so on. The rows of ``x`` are the nodes of
-            this rank in the order of their ids.
+        owners: Number of nodes on this rank, or the (N,) integer ranks of all nodes, equal on all ranks. With
+            numbers, rank 0 owns the first ids, then rank 1, and so on. The rows of ``x`` are this rank's
+            nodes, ordered by id.
         edge_index: (2, E) int64 global ids of the sources and the targets of this rank's edges, in any order.
             Every target must be owned by this rank. E may be 0.
         target_owners: Owners of the targets, in the form of ``owners``, if they are other nodes than the

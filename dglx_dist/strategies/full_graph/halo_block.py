@@ -233,7 +233,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         self.has_cover = exchange.cover is not None
         """Whether sums over the in-edges have their own exchange."""
         self.pair_rows: Any = None
-        """Exchange of the rows that the pairs of this batch need, if it is a batch of edges."""
+        """Exchange for the rows that the pairs in this batch need, if the batch has edges."""
         self.has_edges_elsewhere = False
         """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
         self._exchange = exchange
@@ -448,7 +448,7 @@ def needs_repeated_row(layer: HaloLayer) -> bool:
 
 
 def list_sources(layer: HaloLayer, nodes: Tensor) -> Tensor:
-    """Return the ids of the sources of the block of ``layer``, whose own rows are the first of ``nodes``."""
+    """Return the source ids for the block of ``layer``. The first of them are the own rows in ``nodes``."""
     own_nodes = nodes[: layer.own_rows]
     return repeat_first_row(torch.cat([own_nodes, torch.from_numpy(layer.halo_nodes)]), layer)
 
@@ -459,7 +459,7 @@ def repeat_first_row(rows: Tensor, layer: HaloLayer) -> Tensor:
 
 
 def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tensor | None = None) -> Tensor:
-    """Return the rows of all sources of the block of ``layer``. See :meth:`HaloBlock.all_rows`."""
+    """Return the rows of all sources in the block for ``layer``. See :meth:`HaloBlock.all_rows`."""
     num_rows = len(h) if h.dim() else 0
     repeats_row = needs_repeated_row(layer)
     num_sources = layer.num_sources + repeats_row

@@ -298,7 +298,7 @@ class HaloExchange:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
 
     def counts(self, phase: str) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """Return (rank, number of rows) pairs of sent rows, and those of received rows."""
+        """Return (rank, number of rows) pairs for the sent rows, and for the received rows."""
         return (self._received, self._sent) if phase == BACKWARD else (self._sent, self._received)
 
     def messages(self, out: Tensor, received: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
@@ -416,7 +416,7 @@ class CoverExchange:
         return remote_weights
 
     def _graphs_on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
-        """Return the graph of partial sums, the graph of total sums, and the positions of its weights."""
+        """Return the graph for partial sums, the graph for total sums, and the positions of its weights."""
         if device not in self._graphs:
             partial, total, positions = self._graphs[torch.device("cpu")]
             self._graphs[device] = place(partial, device), place(total, device), positions.to(device)
@@ -536,7 +536,7 @@ class LateRows:
 
 
 def _take_rows(buffer: ReusableBuffer, counts: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    """Return memory of ``buffer`` for the rows of ``counts``, in the dtype and the width of ``like``."""
+    """Return memory in ``buffer`` for as many rows as ``counts`` has, with dtype and width of ``like``."""
     num_rows = sum(count for _, count in counts)
     return buffer.take((num_rows, *like.shape[1:]), like.dtype)
 

@@ -1,4 +1,4 @@
-"""Plans of full-graph steps, the smallest exchange of sums, and the cache of plans on disk.
+"""Plans for full-graph steps, the smallest exchange of sums, and the plan cache on disk.
 
 A plan on disk is a folder of one array. See :mod:`dglx_dist.data.storage.arrays`.
 """
@@ -104,8 +104,8 @@ class Cover:
 
     layer: HaloLayer
     """Layer with partial sums. The own rows are followed by the partial sums for other ranks. The halo
-    consists of source rows, and of partial sums of other ranks with one edge each. ``edge_ids`` are positions
-    among the in-edges, or -1 for a partial sum."""
+    consists of source rows, and of partial sums from other ranks, which have one edge each. ``edge_ids`` are
+    positions among the in-edges, or -1 for a partial sum."""
     indptr: Array
     """(m + 1,) int64. The summands of partial sum i are at ``indptr[i]:indptr[i + 1]``."""
     indices: Array
@@ -120,8 +120,8 @@ class Cover:
 class RankPlan:
     """The plan of one rank for a full-graph step.
 
-    Rows are sorted by the last layer that needs them (latest first), then by id. So the rows of layer l are a
-    prefix of the rows of layer l - 1, and so are their in-edges.
+    Rows are sorted by the last layer that needs them (latest first), then by id. So rows and in-edges of
+    layer l are a prefix of those of layer l - 1.
     """
 
     nodes: Array

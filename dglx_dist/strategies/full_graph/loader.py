@@ -71,7 +71,7 @@ Fetch: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServerSeeds:
-    """The seeds of this server, and the number of seeds of all servers."""
+    """This server's seeds, and the number of seeds on each server."""
 
     own_seeds: Array
     """(n,) int64 ascending distinct seeds of all ranks that this server owns."""
@@ -245,7 +245,7 @@ class PlanSource:
         return self._pending.pop((epoch, step)).result()
 
     def share(self, step: int, plan: RankPlan) -> StepShare:
-        """Return the number of seeds of this rank and of all ranks in a step with this plan."""
+        """Return how many seeds this rank has in a step with this plan, and how many all ranks have."""
         return StepShare(num_local=plan.seeds, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ class ColumnReader:
         self._cache = cache
 
     def inputs(self, plan: TypedPlan, fetch: Mapping[str, Fetch] | None = None) -> RowsByType[str]:
-        """Return the features of this rank's rows, or of all sources of layer 1 if there is a ``fetch``.
+        """Return the features for this rank's rows or, if there is a ``fetch``, for all sources of layer 1.
 
         ``fetch`` has a function for each node type. It maps (own rows, (n_halo, *row) output) to the filled
         output, in the stored type. With it, this call is collective.
@@ -512,7 +512,7 @@ def _copy_all(columns: Mapping[str, Tensor], copy: Copy) -> dict[str, Tensor]:
 
 NodeIds: TypeAlias = Tensor | dict[str, Tensor]
 Batch: TypeAlias = tuple[NodeIds, NodeIds, list[AnyHaloBlock]]
-"""Tuple of the ids of the input rows, the ids of this rank's seeds, and the blocks, input layer first."""
+"""The ids of the input rows, the ids of this rank's seeds, and the blocks with the input layer first."""
 
 
 @final

@@ -75,7 +75,7 @@ class LocalGraph(InEdgesOnlyGraph, DGLGraph):
         self._prefetched: tuple[_ExchangedColumn, ...] = ()
         self._exchanged: dict[str, _ExchangedColumn] = {}
         self.step_share: StepShare | None = None
-        """Number of targets of this rank and of all ranks. They weight a mean over this rank's targets."""
+        """Number of targets on this rank and on all ranks. They weight a mean over this rank's targets."""
         self.step_number = 0
         """Number of the training step, which is the key of dropouts."""
 

@@ -1,4 +1,4 @@
-"""Rows of the nodes of pair graphs, which the ranks of a full-graph step fetch from each other."""
+"""Node rows for pair graphs, which the ranks in a full-graph step fetch from each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TypePairRows:
-    """The nodes of one type in a batch of pairs, and the exchange of their rows."""
+    """Nodes of one type in a batch of pairs, and the exchange of their rows."""
 
     exchange: HaloExchange
     num_own: int
@@ -51,7 +51,7 @@ class TypePairRows:
 
 @final
 class PairRows:
-    """The rows of the nodes of one batch of pairs, of all ranks that computed them.
+    """Node rows for one batch of pairs, from all ranks that computed them.
 
     Backward adds the gradients of all ranks on the rank that computed a row. Rows and gradients are sent in
     the format ``wire_dtype``.

@@ -310,7 +310,7 @@ class _RankRows:
     indptr: Array
     """(counts[1] + 1,) int64."""
     edge_ids: Array
-    """(E,) int64 global ids of the in-edges of the rows of level 1."""
+    """(E,) int64 global ids of the in-edges into the rows of level 1."""
     sources: Array
     """(d,) ascending int64 global ids of the distinct sources of these edges."""
     source_of: Array
@@ -727,7 +727,7 @@ class Planner:
 def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], int]:
     """Count the rows that servers of one rank send for a layer of all nodes.
 
-    The result is the number of rows of each node type without covers, and the number of all rows with covers.
+    Returns the number of rows for each node type without covers, and the number of all rows with covers.
     Any process may call it alone. All parts must be on this machine. Memory is needed for the edges that a
     server reads from others.
     """

@@ -29,7 +29,7 @@ from dglx_dist.strategies.full_graph.halo_block import HaloBlock, complete_rows,
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 
 TypeExchanges: TypeAlias = Mapping[str | EdgeType, HaloExchange]
-"""Exchanges of the rows of each node type, and of the sources of each edge type."""
+"""Exchanges for the rows of each node type, and for the sources of each edge type."""
 
 
 class _Degrees(Protocol):

@@ -150,7 +150,7 @@ class ColumnSlice:
 
 
 def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnRange) -> ColumnSlice:
-    """Return the slice of ``columns`` of the node feature ``name``, with the folder of its file."""
+    """Return the slice with ``columns`` of the node feature ``name``, and the folder of its file."""
     path = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
     dtype = dataset.manifest.node_columns[ntype][name].dtype
     return ColumnSlice(
@@ -163,7 +163,7 @@ def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnR
 
 
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
-    """Write the columns of each of ``num_parts`` ranks, for every matrix of node features.
+    """Write the columns for each of ``num_parts`` ranks, from every matrix of node features.
 
     One process calls it. It reads the dataset once, in chunks. Nothing is written for one rank with one part,
     because it maps the rows. Raises StorageError if the folder cannot be written, or a part is damaged.

@@ -165,7 +165,7 @@ class BlockSchema:
         """Build a block from int64 source ids and numbers of destinations by type, and arrays of edges."""
         num_sources = [len(ids) for ids in nodes]
         if len(nodes) == len(self._etypes) == 1:
-            # A block of one type takes a third of the time of a block of several types.
+            # A block with one type takes a third of the time for a block with several types.
             indptr, indices = arrays
             block = build_block(indptr, indices, num_sources[0], self._etypes[0])
         else:
@@ -490,7 +490,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
 @final
 class GroupStages(Stages[GroupedBatch]):
-    """The stages of a batch: the own block, the blocks of other owners, and the columns of all."""
+    """Stages of a batch: the own block, the blocks from other owners, and the columns for all of them."""
 
     loader: PushPullLoader
 

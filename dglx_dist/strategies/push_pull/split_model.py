@@ -726,7 +726,7 @@ def split_model(
 
 
 def _list_origins(ntype: str, widths: Mapping[str, int], runs: tuple[ColumnRange, ...]) -> Iterator[Origin]:
-    """Yield the origins of the loader's features of one node type, and of their concatenation."""
+    """Yield where the loader's features for a node type come from, and their concatenation."""
     # An embedding has a width without a name.
     names = tuple(name for name in widths if name)
     for name, run in zip(names, runs, strict=bool(names)):

@@ -415,7 +415,7 @@ def _has_tensor(tree: Any) -> bool:
 
 
 def _has_factor_per_head(rows: Tensor, edges: Tensor) -> bool:
-    """True if the rows of edges have one factor for each of the first dimensions of ``rows``."""
+    """True if edge rows have one factor for each leading dimension of ``rows``."""
     edge_shape = tuple(edges.shape[1:])
     while edge_shape and edge_shape[-1] == 1:
         edge_shape = edge_shape[:-1]

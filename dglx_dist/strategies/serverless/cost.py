@@ -189,7 +189,7 @@ def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> 
 def bill(
     functions: Counts, server_seconds: Mapping[str, float], prices: PriceTable, *, simulated: bool
 ) -> Bill:
-    """Return the dollars of a run, given the seconds of all servers of each instance type."""
+    """Return what a run costs in dollars, given the seconds that servers of each instance type ran."""
     return Bill(
         functions=functions.invocations * prices.per_request + functions.gb_s * prices.per_gb_second,
         servers=math.fsum(seconds / 3600 * prices.server(kind) for kind, seconds in server_seconds.items()),

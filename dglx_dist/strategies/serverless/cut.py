@@ -69,7 +69,7 @@ _ONCE: _Depth = -1
 @final
 @dataclass
 class TensorPiece:
-    """Operations on rows of nodes or of edges, without an operation of the graph between them.
+    """Operations on node rows or edge rows, with no graph operation between them.
 
     The dicts are ordered sets.
     """
@@ -89,8 +89,7 @@ class Cutter:
     """Cuts the first of two ``recordings``. The second has a graph of another size.
 
     A number that differs between the recordings is a size of the graph. An operation runs as late as its
-    result allows, so that few rows travel. The depth of a piece is the number of operations of the graph
-    before it.
+    result allows, so that few rows travel. The depth of a piece is the number of graph operations before it.
     """
 
     def __init__(self, recordings: Sequence[Recording], scores: Value, edges_on_workers: bool | None) -> None:

@@ -158,7 +158,7 @@ class Part:
     bounds: Array
     """(k + 1,) int64 local ids. Interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     interval_sizes: Array
-    """(W k,) number of nodes of each interval of all graph servers."""
+    """(W k,) number of nodes in each interval, for all graph servers."""
     boundary: Sequence[Array]
     """For each peer (b,) int32 ascending own nodes in the peer's halo. See :class:`ServerGraph`."""
     inputs: Mapping[str, Array]
@@ -306,7 +306,7 @@ def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Ar
 
 
 def read_input(g: DistGraph, graph: ServerGraph, slot: Slot, dtype: str, feature: str) -> Array:
-    """Return the rows of an input of the program: (n + m, width) of nodes, or (E, width) of edges.
+    """Return the rows for a program input: (n + m, width) for nodes, or (E, width) for edges.
 
     ``feature`` names the node data of the slot x. Rows of other servers are requested from them.
     """

@@ -482,7 +482,7 @@ class GraphServer:
         return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Store the positions and rows of a message of :meth:`halo_messages` of ``peer``.
+        """Store the positions and rows from a message that :meth:`halo_messages` made on ``peer``.
 
         ``kind`` is SCATTER or SEND_BACK, and ``index`` is the step. Raises ConfigError if the step is no
         Scatter, or does not send such arrays.
@@ -528,7 +528,10 @@ class GraphServer:
             )
 
     def statistics(self, epoch: int) -> tuple[float, int]:
-        """Return and remove the sum of losses and the number of correct own nodes of ``epoch``."""
+        """Remove the statistics for ``epoch``.
+
+        Return the summed losses and the number of correct own nodes.
+        """
         with self._lock:
             by_interval = self._statistics.pop(epoch, {})
         # The order of the intervals decides the bits of the sum.
@@ -578,7 +581,7 @@ class GraphServer:
         return rows
 
     def _read_rows(self, slot: str, end: str, nodes: slice, selection: slice) -> Array:
-        """Return the rows of ``slot`` of the nodes or edges ``selection``, or of one end of these edges.
+        """Return the rows in ``slot`` for the nodes or edges ``selection``, or for one end of these edges.
 
         ``end`` is "row", "source" or "target". ``nodes`` are the edges' destinations.
         """
@@ -621,7 +624,7 @@ class GraphServer:
                     self._add_gradient(interval, item.slot, array)
 
     def _sum_edges(self, interval: int, rows: Array) -> Array:
-        """Return the sums of (edges, width) ``rows`` of the interval over the in-edges of its nodes."""
+        """Sum the (edges, width) ``rows`` of an interval over the in-edges of each node."""
         nodes = self.part.nodes_of(interval)
         sums = np.zeros((nodes.stop - nodes.start, rows.shape[1]), rows.dtype)
         gather(self.part.graph.indptr, None, None, rows, nodes.start, sums)
@@ -664,7 +667,7 @@ class GraphServer:
         self._rows[step.output.name][nodes] = result
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
-        """Compute the gradients of the rows that ``step`` gathered: of sources, and of edges."""
+        """Compute the gradients for the source rows and edge rows that ``step`` gathered."""
         nodes = self.part.nodes_of(interval)
         gradients = self._take_gradient(interval, step.output.name, nodes)
         trained_slots = self.program.trained_slots
@@ -690,7 +693,9 @@ class GraphServer:
         self._add_gradient(interval, step.edges, edge_gradients)
 
     def _collect(self, interval: int, step: Scatter) -> None:
-        """Add the gradients that come over out-edges, of own nodes and of peers, to those of ``interval``."""
+        """Add the gradients that arrive over out-edges, from own nodes and from peers, to those for
+        ``interval``.
+        """
         nodes = self.part.nodes_of(interval)
         own_ids = np.arange(nodes.start, nodes.stop, dtype=np.int32)
         for name in self._list_trained_slots(step):

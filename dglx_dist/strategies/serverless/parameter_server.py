@@ -121,7 +121,7 @@ class Update:
     Args:
         optimizer: One of torch's SGD, Adam and AdamW.
         parameters: The model's parameters by name.
-        names: Names of all weights, in the order of the arguments of :meth:`apply`. Weights that the
+        names: Names of all weights, ordered like the arguments of :meth:`apply`. Weights that the
             optimizer lacks stay unchanged.
         clip_norm: Largest norm of the gradient of all weights together, or None for no clipping.
 

@@ -16,7 +16,7 @@ from dglx_dist.strategies.serverless.tensor_program import MAX_ARRAYS, Shape, Te
 FEATURES = "x"
 """Slot of the features."""
 EDGE_DATA = "edge:"
-"""Prefix of the names of slots with data of edges."""
+"""Prefix for the names of slots with edge data."""
 MAX_STEPS = 512
 MAX_TRAIN = 1 << 40
 MAX_PROGRAM_BYTES = 1 << 24

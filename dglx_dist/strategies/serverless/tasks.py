@@ -219,7 +219,7 @@ class Role(Enum):
     LABELS = "labels"
     """Node labels, pulled by a fused task. A node without a label has -1 or NaN."""
     STATISTICS = "statistics"
-    """(2,) float64 sum of losses and number of correct rows of a half, sent by a fused task."""
+    """(2,) float64 summed losses and number of correct rows in a half. Fused tasks send them."""
 
 
 @final
@@ -339,7 +339,7 @@ def kernels() -> str:
 
 
 class Computed(NamedTuple):
-    """Results of one half of a task, or of both halves."""
+    """Results for one half of a task, or for both halves."""
 
     rows: Arrays
     """Arrays for the graph server, see :func:`list_submitted_items`."""
@@ -477,7 +477,7 @@ class Loss(NamedTuple):
     """Loss of n rows."""
 
     scaled: Tensor
-    """Sum of the losses of labelled rows, divided by the number M of training nodes. It has a gradient."""
+    """Summed losses of labelled rows, divided by the number of training nodes M. It has a gradient."""
     statistics: Array
     """(2,) float64 sum of losses and number of correct rows, which is 0 if labels are no classes."""
 

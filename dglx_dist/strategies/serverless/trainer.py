@@ -135,7 +135,10 @@ class Engine:
         self._show: Callable[[], None] = lambda: None
         self._program_bytes = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {kernels()}
-        """Descriptions of the numerical kernels of this process and of workers. See ``kernels`` of tasks."""
+        """Descriptions of the numerical kernels that this process and the workers use.
+
+        See ``kernels`` of tasks.
+        """
         self.epoch = first_epoch
         """The next epoch. All intervals have completed the epoch before."""
         self._parameter_server: ParameterServer | None = None
@@ -199,7 +202,7 @@ class Engine:
 
     def _make_records(self, first_epoch: int, end: int) -> list[EpochRecord]:
         """Return the records of the epochs from ``first_epoch`` up to ``end``. Collective."""
-        # A row has the sum of losses, the number of correct nodes, and the seconds of one epoch.
+        # A row has the summed losses, the number of correct nodes and the seconds for one epoch.
         own_rows = []
         for epoch in range(first_epoch, end):
             seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]

@@ -126,7 +126,7 @@ def _check_scores(
         expected = expected.reshape(scores.shape)
         _compare("result", expected, scores, _find_largest([expected]))
 
-        # The gradient of a random combination of all scores depends on every one of them.
+        # The gradient of a random combination depends on every score.
         generator = torch.Generator().manual_seed(3)
         cotangent = torch.randn(scores.shape, dtype=scores.dtype, generator=generator)
         expected_gradients = _differentiate(expected, trained_weights, cotangent)

@@ -103,7 +103,7 @@ def explain_errors(purpose: str) -> Iterator[None]:
 
 
 def _find_remedy(error: Exception) -> str:
-    """Return the end of the message of an error of boto3: what to do, or ""."""
+    """Return what to do about an error from boto3, as the end of a message, or ""."""
     from botocore import exceptions as boto
 
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
