@@ -195,11 +195,11 @@ PIECES = {f"owners.work/server{number}.work/{name}" for number in (0, 1) for nam
 @pytest.mark.parametrize(
     ("options", "stages"),
     [
-        ("400KB --method kaminpar --trainers-per-server 2", SERVERS | PIECES | {"trainers"}),
+        ("300KB --method kaminpar", LEVELS),
         *[
             pytest.param(options, stages, marks=pytest.mark.wide)
             for options, stages in (
-                ("300KB --method kaminpar", LEVELS),
+                ("400KB --method kaminpar --trainers-per-server 2", SERVERS | PIECES | {"trainers"}),
                 ("300KB --method metis --balance train,degree", LEVELS),
                 ("200KB --method hierarchical --parts 4 --servers 2", SERVERS | PIECES),
                 ("300KB --method ldg --passes 2", NEIGHBOURS),

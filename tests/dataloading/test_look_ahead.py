@@ -148,7 +148,7 @@ def check_resuming(g: DistGraph, plain: list[bytes]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "per_server", "structure"),
-    [(2, 1, "replicated"), (3, 1, "partitioned"), *wide((4, 2, "partitioned"))],
+    [(3, 1, "partitioned"), *wide((2, 1, "replicated"), (4, 2, "partitioned"))],
 )
 def test_batches_take_least_bytes(
     shops: dict[int, Path], ranks: int, per_server: int, structure: str

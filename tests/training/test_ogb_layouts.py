@@ -129,7 +129,6 @@ def train(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
     ("name", "strategy"),
     [
         ("mag", "push_pull"),
-        ("biokg", "full_graph"),
         ("wikikg2", "cooperative"),
         *wide(*((name, strategy) for name in GRAPHS for strategy in ("data_parallel", *FULL_GRAPH))),
     ],
