@@ -23,6 +23,7 @@ from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.cache import hold_halo
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
 from dglx_dist.internals.graphs import get_block_parts
@@ -325,7 +326,11 @@ def _infer(
             out_types: Sequence[str] = g.ntypes
             if ntypes is not None and depth == len(passes) - 1:
                 out_types = list_names(ntypes)
-            results = _compute_all(stages, batch_size, out_types, needed[depth], f"pass {depth} over nodes")
+            # A pass over few nodes reads a small share of the halo.
+            with hold_halo(g, stages.group_keys() if needed[depth] is None else {}):
+                results = _compute_all(
+                    stages, batch_size, out_types, needed[depth], f"pass {depth} over nodes"
+                )
 
             # The rows of the first pass and the marks of the last pass are the caller's and must remain.
             used_rows = [] if depth == 0 else [*rows.values()]
@@ -362,6 +367,13 @@ class PassStages:
         widths = [math.prod(tensor.shape[1:]) for tensor in self.rows.values()]
         row_bytes = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
         return BatchLimits.from_memory(self.g.session, row_bytes)
+
+    def group_keys(self) -> dict[str, list[str]]:
+        """Return the keys of the input rows in the store, by node type."""
+        keys: dict[str, list[str]] = {}
+        for path, tensor in self.rows.items():
+            keys.setdefault(find_type(path, self.g), []).append(tensor.kvstore_key)
+        return keys
 
     def load(self, ntype: str, ids: Array) -> Batch:
         """Return the batch of the (n,) distinct ``ids``. Any thread may call this."""
