@@ -156,6 +156,10 @@ class StepShare:
     """Number of the step in the run, equal on all ranks. It keys dropout. None: unknown."""
 
 
+STANDARD_ERROR = "_se"
+"""Ending of the name of a metric's standard error, if the metric is an estimate from a sample."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """Figures of one epoch over all ranks. Counts and bytes are sums, times are means over the ranks.
@@ -199,7 +203,10 @@ class EpochRecord:
     evaluation_bytes_outside: int = 0
     """Payload between servers of that evaluation, in bytes. Not part of ``bytes_outside``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Exact metrics of the validation and test targets, like ``val_f1_micro``. Empty if not evaluated."""
+    """Metrics of the validation and test targets, like ``val_f1_micro``. Empty if not evaluated.
+
+    Without standard errors, like ``val_f1_micro_se``, they are exact.
+    """
 
     @property
     def samples_per_second(self) -> float:

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -193,6 +194,36 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
+@contextmanager
+def hold_halo(g: OpenedGraph, names_of: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Keep the rows of other servers that in-edges of local nodes start from. Every rank must call this.
+
+    Inside the block, no rank may write these tensors. A tensor with a cache keeps it. Rows that take more
+    than a quarter of the free memory of a server are not kept.
+
+    Args:
+        names_of: Node type to the keys of its tensors in the store.
+    """
+    session, store = g.session, g.kvstore
+    held_names: list[str] = []
+    try:
+        for ntype, names in names_of.items() if session.topology.num_servers > 1 else ():
+            halo = np.flatnonzero(_count_halo_edges(g, ntype))
+            for name in names:
+                column = store.column(name)
+                if column.cache is not None or column.ahead is not None:
+                    continue
+                is_too_large = 4 * len(halo) * column.row_bytes > machine_memory()[1]
+                if not gather_int64([int(is_too_large)], session).any():
+                    cache = fill_cache(store, column, f"halo-{store.next_number()}", halo)
+                    store.set_cache(name, cache, is_frozen=True)
+                    held_names.append(name)
+        yield
+    finally:
+        for name in held_names:
+            store.set_cache(name, None, is_frozen=True)
+
+
 POLICIES = ("vip", "degree", "halo", LOOK_AHEAD)
 TRAIN_MASK = "train_mask"
 
@@ -343,18 +374,21 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return (N,) counts: how many edges lead from each row to nodes on this server.
+    return _count_halo_edges(g, request.ntype)
 
-    Only its first rank counts.
-    """
+
+def _count_halo_edges(g: OpenedGraph, ntype: str) -> Array:
+    """Return the (N,) number of edges from each remote node to this server. Only its first rank counts."""
     server = g.session.topology.server
-    total = np.zeros(g.num_nodes(request.ntype), np.int64)
+    total = np.zeros(g.num_nodes(ntype), np.int64)
     if g.session.topology.local_rank == 0:
-        for etype in _select_etypes_from(g, request.ntype):
+        for etype in _select_etypes_from(g, ntype):
             bounds = g.get_node_partition_policy(etype[2]).bounds
             structure = g.structure(etype)
             local_range = int(bounds[server]), int(bounds[server + 1])
             total += count_sources(structure.shards, structure.num_sources, local_range)
+        first, end = g.get_node_partition_policy(ntype).bounds[server : server + 2]
+        total[first:end] = 0
     return total
 
 

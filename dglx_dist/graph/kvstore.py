@@ -282,14 +282,23 @@ class KVStore:
             column.counts[1] += num_hits
             column.counts[2] += num_misses
 
-    def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
+    def set_cache(
+        self,
+        name: str,
+        cache: RowCache | None,
+        ahead: LookAheadRows | None = None,
+        *,
+        is_frozen: bool = False,
+    ) -> None:
         """Use ``cache`` for rows of the tensor ``name`` that other servers own. Not collective.
 
         None removes a cache. A loader that has reserved the rows of ``ahead`` uses them instead of
-        ``cache``. Results stay the same. Raises ConfigError if there is no such tensor, or it is writable.
+        ``cache``. Results stay the same. Raises ConfigError if there is no such tensor, or it is writable and
+        the caller does not guarantee with ``is_frozen`` that no rank writes it.
         """
         column = self.column(name)
-        check_cacheable(column)
+        if not is_frozen:
+            check_cacheable(column)
         self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:

@@ -27,7 +27,7 @@ from dglx_dist.comm.trace import (
 from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import escape_lines, visible
-from dglx_dist.records import EpochRecord
+from dglx_dist.records import STANDARD_ERROR, EpochRecord
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, format_percent
 
 
@@ -181,7 +181,7 @@ def _find_validation_metric(epochs: Sequence[EpochRecord]) -> str:
     """Return the name of the first validation metric, which decides which epoch is the best."""
     for record in epochs:
         for name in record.metrics:
-            if name.startswith("val_"):
+            if name.startswith("val_") and not name.endswith(STANDARD_ERROR):
                 return name
     return "val_accuracy"
 

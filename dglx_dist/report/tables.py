@@ -12,7 +12,7 @@ from rich.text import Text
 from dglx_dist.memory import format_bytes
 from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.progress import escape_lines, visible
-from dglx_dist.records import EpochRecord
+from dglx_dist.records import STANDARD_ERROR, EpochRecord
 
 PHASES = (
     ("wait for the loader", "wait_s", "#c44e52"),
@@ -231,11 +231,11 @@ def average_phases(epochs: Sequence[EpochRecord]) -> dict[str, float]:
 def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
     """Return a table with one row per epoch: loss, metrics, seconds, samples/s, phases in seconds, and bytes.
 
-    ``train`` is the accuracy during training, ``val`` the exact one of validation, and other validation
-    metrics have their own columns. ``sample`` and ``fetch`` run on the loader's threads beside the other
-    phases, so the columns do not sum to ``seconds``. ``wait`` is the part of them that is not hidden.
-    ``hits`` is the hit rate of a cache of remote rows, and ``saving`` the time that training stood still for
-    checkpoints.
+    ``train`` is the accuracy during training, ``val`` that of validation, and other validation metrics have
+    their own columns. Estimates have their standard error after ``±``. ``sample`` and ``fetch`` run on the
+    loader's threads beside the other phases, so the columns do not sum to ``seconds``. ``wait`` is the part
+    of them that is not hidden. ``hits`` is the hit rate of a cache of remote rows, and ``saving`` the time
+    that training stood still for checkpoints.
 
     Cost columns with only zeros are left out, and so are the last columns that do not fit in ``width``
     characters.
@@ -275,16 +275,24 @@ def _list_score_columns(epochs: Sequence[EpochRecord]) -> dict[str, list[str]]:
     if any(not math.isnan(record.train_accuracy) for record in epochs):
         columns["train"] = [format_percent(record.train_accuracy) for record in epochs]
     if any(record.val_accuracy is not None for record in epochs):
-        columns["val"] = [format_percent(record.val_accuracy) for record in epochs]
+        columns["val"] = []
+        for record in epochs:
+            error = record.metrics.get(f"val_accuracy{STANDARD_ERROR}")
+            suffix = "" if error is None else f" ± {100 * error:.1f}"
+            columns["val"].append(f"{format_percent(record.val_accuracy)}{suffix}")
 
     names: dict[str, None] = {}
     for record in epochs:
         names |= dict.fromkeys(record.metrics)
     for name in names:
-        if name.startswith("val_") and name != "val_accuracy":
+        if name.startswith("val_") and name != "val_accuracy" and not name.endswith(STANDARD_ERROR):
             # The heading has two lines, because link prediction has five metrics.
             heading = name.replace("_", "\n", 1)
-            columns[heading] = [format_score(record.metrics.get(name)) for record in epochs]
+            columns[heading] = []
+            for record in epochs:
+                error = record.metrics.get(f"{name}{STANDARD_ERROR}")
+                suffix = "" if error is None else f" ± {format_score(error)}"
+                columns[heading].append(f"{format_score(record.metrics.get(name))}{suffix}")
     return columns
 
 

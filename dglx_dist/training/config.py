@@ -181,6 +181,13 @@ class RunOptions:
     )
     eval_every: int = _of_run(1, "Epochs between exact evaluations. 0: only at the end.", check=at_least(0))
     """The last epoch is always evaluated."""
+    eval_sample: float | None = _of_run(
+        None,
+        "Share of the targets from which evaluations before the last one estimate the metrics, with their "
+        "standard errors, like 0.01. The last evaluation and that of the best epoch are exact.",
+        metavar="FRACTION",
+        check=Check(lambda fraction: 0 < fraction < 1, "above 0 and below 1"),
+    )
     patience: int | None = _of_run(
         None,
         "Number of evaluations without improvement after which training stops. The first --metric on the "
@@ -250,6 +257,15 @@ def check_run(config: RunOptions) -> None:
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0. Set it to at least 1."
+        )
+
+    # A function that evaluates takes no sample. FitConfig has one for links, too.
+    has_own_evaluation = getattr(config, "evaluate", None) is not None or not isinstance(config.task, str)
+    if config.eval_sample is not None and (config.task == LINK or has_own_evaluation):
+        raise ConfigError(
+            f"--eval-sample {config.eval_sample} estimates metrics of nodes, but this run evaluates "
+            f"{'links' if config.task == LINK else 'with a function of its own'}. Remove it, or raise "
+            "--eval-every."
         )
 
     if config.warmup >= config.epochs and config.warmup:
@@ -642,7 +658,7 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *("epochs", "eval_every", "patience", "min_delta", "metric"),
+    *("epochs", "eval_every", "eval_sample", "patience", "min_delta", "metric"),
     *("checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),

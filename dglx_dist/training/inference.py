@@ -23,6 +23,7 @@ from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.cache import hold_halo
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
 from dglx_dist.internals.cpu_kernels import correct_kernels, note_edge_order
@@ -33,7 +34,9 @@ from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
+from dglx_dist.training.eval_sample import check_fraction, estimate_all, mark_targets
 from dglx_dist.training.models import InferenceLayer
+from dglx_dist.training.needed_nodes import Marks, list_needed
 from dglx_dist.training.node_batches import MIN_NODES, BatchLimits, ServerNodes
 from dglx_dist.training.tasks import measure, split_owned_rows
 
@@ -206,6 +209,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     layers: Sequence[InferenceLayer] | str | None = None,
     between: Callable[[Tensor], Tensor] | None = None,
     ntypes: Sequence[str] | None = None,
+    nodes: Marks | None = None,
     mask: str | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
@@ -233,6 +237,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         between: Function applied to the result of each layer except the last, like ``F.relu``, if the model
             applies it outside its layers. Each result must then be a tensor.
         ntypes: Node types for which the last layer is computed. By default all.
+        nodes: (N,) bool tensor of each of these node types that marks the nodes to compute. The rows of the
+            others are 0. Earlier layers are computed where the marked nodes need them.
         mask: Edge data of every edge type that marks the edges to use. None: all. Degrees count all edges.
         edge_feats: Names of edge data for the blocks, or names by edge type, as a sampler's
             ``prefetch_edge_feats``.
@@ -254,7 +260,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         columns = _read_edge_columns(g, edge_feats)
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
     passes = [make_pass(step) for step in steps]
-    return _infer(module, g, 1, passes, rows, batch_size, ntypes, mask, edge_feats)
+    maker = open_neighborhood_maker(g, 1, mask, edge_feats)
+    return _infer(module, g, maker, passes, rows, batch_size, ntypes, nodes)
 
 
 def _read_edge_columns(g: DistGraph, edge_feats: EdgeNames) -> dict[str, DistTensor]:
@@ -270,7 +277,7 @@ def make_pass(layer: InferenceLayer) -> _Pass:
     return lambda blocks, h: layer(blocks[0], h)
 
 
-def minibatch_inference(
+def minibatch_inference(  # noqa: PLR0913 - all but three have defaults
     model: nn.Module,
     g: DistGraph,
     num_layers: int,
@@ -279,6 +286,7 @@ def minibatch_inference(
     inputs: Inputs | None = None,
     batch_size: int = 1024,
     ntypes: Sequence[str] | None = None,
+    nodes: Marks | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. All ranks call this.
@@ -290,24 +298,24 @@ def minibatch_inference(
     _check_num_layers(num_layers)
     module = gather_module(model)
     rows = read_first_rows(g, feature, inputs)
-    return _infer(module, g, num_layers, [module], rows, batch_size, ntypes, edge_feats=edge_feats)
+    maker = open_neighborhood_maker(g, num_layers, edge_feats=edge_feats)
+    return _infer(module, g, maker, [module], rows, batch_size, ntypes, nodes)
 
 
-def _infer(  # noqa: PLR0913 - the arguments of two public functions
+def _infer(
     module: nn.Module,
     g: DistGraph,
-    num_layers: int,
+    maker: NodeMaker,
     passes: Sequence[_Pass],
     rows: _Rows,
     batch_size: int | None,
     ntypes: Sequence[str] | None,
-    mask: str | None = None,
-    edge_feats: EdgeNames = (),
+    nodes: Marks | None,
 ) -> Any:
-    """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Every rank must call this."""
+    """Compute the passes in turn on the blocks of ``maker``. Every rank must call this."""
     check_replicas(dict(module.named_parameters()), g.session)
     target = find_float_parameter(module)
-    maker = open_neighborhood_maker(g, num_layers, mask, edge_feats)
+    needed = list_needed(g, nodes, len(passes))
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
             # The first pass converts the features. Later passes read results in the dtypes of the model.
@@ -319,12 +327,18 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
             out_types: Sequence[str] = g.ntypes
             if ntypes is not None and depth == len(passes) - 1:
                 out_types = list_names(ntypes)
-            results = _compute_all(stages, batch_size, out_types, f"pass {depth} over all nodes")
+            # A pass over few nodes reads a small share of the halo.
+            with hold_halo(g, stages.group_keys() if needed[depth] is None else {}):
+                results = _compute_all(
+                    stages, batch_size, out_types, needed[depth], f"pass {depth} over nodes"
+                )
 
-            # The rows of the first pass are the caller's features and must remain.
-            if depth > 0:
-                for tensor in rows.values():
-                    tensor.delete()
+            # The rows of the first pass and the marks of the last pass are the caller's and must remain.
+            used_rows = [] if depth == 0 else [*rows.values()]
+            if depth < len(passes) - 1:
+                used_rows += (needed[depth] or {}).values()
+            for tensor in used_rows:
+                tensor.delete()
             rows = results
 
     return nest(rows)
@@ -354,6 +368,13 @@ class PassStages:
         widths = [math.prod(tensor.shape[1:]) for tensor in self.rows.values()]
         row_bytes = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
         return BatchLimits.from_memory(self.g.session, row_bytes)
+
+    def group_keys(self) -> dict[str, list[str]]:
+        """Return the keys of the input rows in the store, by node type."""
+        keys: dict[str, list[str]] = {}
+        for path, tensor in self.rows.items():
+            keys.setdefault(find_type(path, self.g), []).append(tensor.kvstore_key)
+        return keys
 
     def load(self, ntype: str, ids: Array) -> Batch:
         """Return the batch of the (n,) distinct ``ids``. Any thread may call this."""
@@ -468,8 +489,10 @@ def _select_leaves(ntype: str, output: Any, g: DistGraph, num_nodes: int) -> dic
     return leaves
 
 
-def _compute_all(stages: PassStages, batch_size: int | None, ntypes: Sequence[str], name: str) -> _Rows:
-    """Compute the rows of all nodes of ``ntypes`` in batches. Every rank must call it.
+def _compute_all(
+    stages: PassStages, batch_size: int | None, ntypes: Sequence[str], marks: Marks | None, name: str
+) -> _Rows:
+    """Compute the rows of the marked nodes of ``ntypes`` in batches. Every rank must call it.
 
     The ranks of a server share its nodes by work. ``name`` describes the barrier at the end. Raises
     ConfigError on all ranks if a layer does not return the same tensors for all batches of a type.
@@ -477,16 +500,20 @@ def _compute_all(stages: PassStages, batch_size: int | None, ntypes: Sequence[st
     g = stages.g
     limits = stages.choose_limits(batch_size)
     batches_of = {}
+    share_sizes = []
     for ntype in ntypes:
-        nodes = ServerNodes(g, ntype)
-        batches_of[ntype] = nodes.split(nodes.get_share(), limits)
+        nodes = ServerNodes(g, ntype, None if marks is None else marks[ntype])
+        first, end = nodes.get_share()
+        share_sizes.append(end - first)
+        batches_of[ntype] = nodes.split((first, end), limits)
+    counts = sum_over_ranks(torch.tensor(share_sizes), g.session, phase="control").tolist()
 
     # All ranks must know the shapes of the results before allocation, even ranks without nodes. So each rank
-    # computes its first batch of each type. An empty batch is enough if no rank has a node of the type.
+    # computes its first batch of each type. An empty batch is enough if no rank computes nodes of the type.
     def compute_first_batches() -> dict[str, tuple[Array, dict[Path, Tensor]]]:
         batches = {}
-        for ntype, id_arrays in batches_of.items():
-            ids = next(id_arrays, np.arange(0) if g.num_nodes(ntype) == 0 else None)
+        for (ntype, id_arrays), count in zip(batches_of.items(), counts, strict=True):
+            ids = next(id_arrays, np.arange(0) if count == 0 else None)
             if ids is not None:
                 batches[ntype] = ids, stages.run(stages.load(ntype, ids))
         return batches
@@ -581,10 +608,12 @@ def evaluate(  # noqa: PLR0913 - all optional
     task: str = CLASSIFICATION,
     metrics: Sequence[str] = (),
     edge_feats: EdgeNames = (),
+    sample: float | None = None,
 ) -> dict[str, float]:
     """Return the exact accuracy within each mask, equal on every rank. Every rank must call this.
 
-    With ``metrics``, their values are added as ``val_f1_micro`` for all masks except that of training.
+    With ``metrics``, their values are added as ``val_f1_micro`` for all masks except that of training. Only
+    the nodes of the masks and the nodes that they need are computed.
 
     Args:
         model: Wrapped or plain model, equal on all ranks.
@@ -599,23 +628,30 @@ def evaluate(  # noqa: PLR0913 - all optional
         output: Key or position of the scores, for a model with several outputs.
         task: ``classification``, ``multilabel`` or ``regression``. The last two have no accuracy by mask.
         metrics: Metrics of the ``task``, like ``f1_macro``.
+        sample: Share of the nodes of each mask, above 0 and below 1, for an estimate in less time. The same
+            nodes are taken in every call, with all their neighbours.
 
     Returns:
-        The accuracy by mask, NaN for a mask without labelled nodes, and the ``metrics`` by name.
+        The accuracy by mask, NaN for a mask without labelled nodes, and the ``metrics`` by name. With
+        ``sample``, also their standard errors, like ``val_accuracy_se``.
 
     Raises:
         ConfigError: the model does not define its layers and ``num_layers`` is missing, the nodes have no
             such ``label`` or mask, or the node type or output is ambiguous.
     """
+    if sample is not None:
+        check_fraction(sample)
     ntype = find_labelled_type(g, label) if ntype is None else ntype
     names = _resolve_masks(g, masks, label, ntype, task)
     metrics = list_metrics(task, metrics) if metrics else ()
+    marks = mark_targets(g, ntype, names, sample)
     options: dict[str, Any] = {
         "feature": feature,
         "inputs": inputs,
         "batch_size": batch_size,
         "edge_feats": edge_feats,
         "ntypes": [ntype],
+        "nodes": None if marks is None else {ntype: marks},
     }
     if num_layers is None:
         results = layerwise_inference(model, g, **options)
@@ -627,26 +663,37 @@ def evaluate(  # noqa: PLR0913 - all optional
     leaves = flatten(results)
     try:
         scores = _select_output(leaves, output)
-        values: dict[str, float] = {}
-        if task == CLASSIFICATION:
-            values = _measure_accuracy(scores, g, ntype, label, names)
-        if not metrics:
-            return values
-
-        for mask in names:
-            if mask == SPLITS[0]:
-                continue
-            # The accuracy is counted already, so only the other metrics are measured.
-            mask_values = {"accuracy": values[mask]} if task == CLASSIFICATION else {}
-            missing_names = [name for name in metrics if name not in mask_values]
-            mask_values |= measure(scores, g, ntype, label, mask, task, missing_names)
-            for name in metrics:
-                values[f"{mask.removesuffix('_mask')}_{name}"] = mask_values[name]
-
-        return values
+        if sample is not None:
+            return estimate_all(scores, g, ntype, label, names, task, metrics, sample)
+        return _measure_all(scores, g, ntype, label, names, task, metrics)
     finally:
-        for rows in leaves.values():
+        for rows in (*leaves.values(), *([] if marks is None else [marks])):
             rows.delete()
+
+
+def _measure_all(
+    scores: DistTensor,
+    g: DistGraph,
+    ntype: str,
+    label: str,
+    masks: Sequence[str],
+    task: str,
+    metrics: Sequence[str],
+) -> dict[str, float]:
+    """Return the exact accuracy by mask and the ``metrics`` by name. Every rank must call this."""
+    values: dict[str, float] = {}
+    if task == CLASSIFICATION:
+        values = _measure_accuracy(scores, g, ntype, label, masks)
+    for mask in masks:
+        if mask == SPLITS[0] or not metrics:
+            continue
+        # The accuracy is counted already, so only the other metrics are measured.
+        mask_values = {"accuracy": values[mask]} if task == CLASSIFICATION else {}
+        missing_names = [name for name in metrics if name not in mask_values]
+        mask_values |= measure(scores, g, ntype, label, mask, task, missing_names)
+        for name in metrics:
+            values[f"{mask.removesuffix('_mask')}_{name}"] = mask_values[name]
+    return values
 
 
 def _select_output(leaves: Mapping[Path, DistTensor], output: str | int | None) -> DistTensor:

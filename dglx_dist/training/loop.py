@@ -25,7 +25,7 @@ from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.records import VALIDATION, EpochRecord
+from dglx_dist.records import STANDARD_ERROR, VALIDATION, EpochRecord
 from dglx_dist.strategies.base import EpochTrainer, WrappedModel, find_float_parameter
 from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, EarlyStopping, WeightFiles
@@ -244,6 +244,7 @@ class TrainingRun:
         self.files.write(FINAL_WEIGHTS, epoch_of_weights)
         if self._config.patience is not None:
             epoch_of_weights = self._load_best()
+            self._replace_estimates()
         self.files.complete(epoch_of_weights, self.result.best_epoch)
 
     def _load_best(self) -> int:
@@ -269,6 +270,14 @@ class TrainingRun:
 
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch
+
+    def _replace_estimates(self) -> None:
+        """Evaluate exactly if the scores of the result are estimates. Every rank must call this."""
+        if not any(name.endswith(STANDARD_ERROR) for name in self.result.metrics):
+            return
+        accuracy, metrics = _split_scores(evaluate(self._step.model, self._g, **self._evaluate_options))
+        score = metrics.get(f"val_{self._deciding_metric}", accuracy.get(VALIDATION))
+        self.result = replace(self.result, accuracy=accuracy, metrics=metrics, best_val_accuracy=score)
 
     def make_stop_error(self) -> Stopped:
         """Return the error that tells the user where the run can be resumed. Rank 0 logs it, too."""
@@ -406,7 +415,7 @@ class TrainingRun:
         eval_every = self._config.eval_every
         is_last = self._next_epoch == self._config.epochs
         if is_last or (eval_every and self._next_epoch % eval_every == 0):
-            record = self._evaluate_timed(record)
+            record = self._evaluate_timed(record, None if is_last else self._config.eval_sample)
         is_last = is_last or self.result.stopped_early
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
@@ -433,11 +442,11 @@ class TrainingRun:
         num_steps_done = self._next_epoch * len(self._loader)
         return is_last or num_steps_done % self._steps_between == 0
 
-    def _evaluate_timed(self, record: EpochRecord) -> EpochRecord:
+    def _evaluate_timed(self, record: EpochRecord, sample: float | None) -> EpochRecord:
         """Evaluate. Return ``record`` with the metrics, and the slowest rank's seconds and all bytes."""
         begin_s = time.perf_counter()
         ledger_before = self._session.ledger.snapshot()
-        record = self._evaluate(record)
+        record = self._evaluate(record, sample)
         seconds = time.perf_counter() - begin_s
         num_bytes = _count_outside(self._session.ledger.since(ledger_before, control=False))
 
@@ -445,7 +454,7 @@ class TrainingRun:
         seconds_by_rank, bytes_by_rank = zip(*figures, strict=True)
         return replace(record, evaluation_s=max(seconds_by_rank), evaluation_bytes_outside=sum(bytes_by_rank))
 
-    def _evaluate(self, record: EpochRecord) -> EpochRecord:
+    def _evaluate(self, record: EpochRecord, sample: float | None) -> EpochRecord:
         """Update the result and the best epoch. Return ``record`` with the metrics. All ranks call this."""
         config = self._config
         for optimizer in self._step.sparse:
@@ -458,9 +467,8 @@ class TrainingRun:
             if config.evaluate is not None:
                 scores = config.evaluate(self._step.model)
             else:
-                scores = evaluate(self._step.model, self._g, **self._evaluate_options)
-            metrics = {name: value for name, value in scores.items() if not name.endswith("_mask")}
-            accuracy = {name: value for name, value in scores.items() if name.endswith("_mask")}
+                scores = evaluate(self._step.model, self._g, **self._evaluate_options, sample=sample)
+            accuracy, metrics = _split_scores(scores)
             val_accuracy = accuracy.get(VALIDATION, metrics.get("val_accuracy"))
             record = replace(record, metrics=metrics, val_accuracy=val_accuracy)
 
@@ -547,6 +555,12 @@ class TrainingRun:
         )
         self._saved_at = (self._next_epoch, step)
         return time.perf_counter() - begin_s
+
+
+def _split_scores(scores: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the accuracy by mask, and the metrics by name."""
+    accuracy = {name: value for name, value in scores.items() if name.endswith("_mask")}
+    return accuracy, {name: value for name, value in scores.items() if name not in accuracy}
 
 
 class TrainingLoader(ResumableLoader, Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array
 
@@ -63,14 +64,24 @@ class BatchLimits:
 
 @final
 class ServerNodes:
-    """The nodes of one type of the local server, in storage order. Positions count from its first node."""
+    """Nodes of one type of the local server, in storage order. Positions count from the first of them.
 
-    def __init__(self, g: DistGraph, ntype: str) -> None:
+    ``marks`` are (N,) bool and select the nodes. None: all nodes.
+    """
+
+    def __init__(self, g: DistGraph, ntype: str, marks: DistTensor | None = None) -> None:
         policy = g.get_node_partition_policy(ntype)
         self._first = int(policy.bounds[policy.part_id])
-        self._count = policy.get_part_size()
         self._structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
         self._topology = g.session.topology
+        self._marked_ids: Array | None = None
+        self._count = policy.get_part_size()
+        if marks is not None:
+            ids = self._first + np.flatnonzero(marks.local_rows())
+            degrees = sum((structure.in_degrees(ids) for structure in self._structures), np.zeros(len(ids)))
+            self._edges_before = np.concatenate([[0], np.cumsum(degrees, dtype=np.int64)])
+            self._marked_ids = ids
+            self._count = len(ids)
 
     def get_share(self) -> tuple[int, int]:
         """Return the positions that this rank computes, as first and end. Ranks get equal work."""
@@ -90,11 +101,22 @@ class ServerNodes:
             positions = range(end + 1)
             last = bisect_right(positions, max_edges, lo=first + 1, key=self._count_edges) - 1
             last = min(max(first + 1, last), first + limits.nodes)
-            yield self._first + np.arange(first, last)
+            yield self._get_ids(first, last)
             first = last
+
+    def count_edges(self, share: tuple[int, int]) -> int:
+        """Return the number of in-edges of the nodes at the positions of ``share``."""
+        return self._count_edges(share[1]) - self._count_edges(share[0])
+
+    def _get_ids(self, first: int, last: int) -> Array:
+        if self._marked_ids is not None:
+            return self._marked_ids[first:last]
+        return self._first + np.arange(first, last)
 
     def _count_edges(self, position: int) -> int:
         """Return a number that grows by the in-degree of each node before ``position``."""
+        if self._marked_ids is not None:
+            return int(self._edges_before[position])
         return sum(structure.count_edges_before(self._first + position) for structure in self._structures)
 
     def _count_work(self, position: int) -> int:

@@ -246,29 +246,50 @@ def measure(
     """Return the metrics ``names`` of (N, C) scores in a mask, NaN if it is empty. All ranks call this."""
     if not names:
         return {}
+    mask_scores, labels, _ = collect_targets(scores, g, ntype, label, mask, task)
+    return {name: compute_metric(name, mask_scores, labels, g.session, task) for name in names}
+
+
+def collect_targets(
+    scores: DistTensor,
+    g: DistGraph,
+    ntype: str,
+    label: str,
+    mask: str,
+    task: str,
+    select: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores, labels and (n,) ids of the nodes that this rank owns in a mask.
+
+    ``select`` returns for (n,) ids whether they count. By default all do.
+    """
     data = g.nodes[ntype].data
-    empty = slice(0, 0)
     if task != CLASSIFICATION:
         _check_columns(data[label], scores)  # on all ranks, because some may have no rows
-    pieces = [(scores[empty], data[label][empty])]
+    empty = slice(0, 0)
+    pieces = [(scores[empty], data[label][empty], torch.arange(0))]
     for rows in split_owned_rows(g, ntype):
         labels = data[label][rows]
+        ids = torch.arange(rows.start, rows.stop)
         is_counted = data[mask][rows].bool()
         if task == CLASSIFICATION:
             is_counted = is_counted & (labels >= 0)
-        pieces.append((scores[rows][is_counted], labels[is_counted]))
+        if select is not None:
+            is_counted = is_counted & select(ids)
+        pieces.append((scores[rows][is_counted], labels[is_counted], ids[is_counted]))
+    mask_scores, mask_labels, mask_ids = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
+    return mask_scores, mask_labels, mask_ids
 
-    mask_scores, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
-    return {name: _compute_metric(name, mask_scores, truth, g.session, task) for name in names}
 
-
-def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
+def compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
     """Return one metric over the rows of all ranks. Every rank must call it, also without rows."""
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
         return metric(scores, _match_scores(labels, scores), session)
     predictions = to_predictions(task, scores)
     classes = scores.shape[1]
+    if name == "accuracy" and task == CLASSIFICATION:
+        return metrics.accuracy(predictions, labels, session)
     if name == "accuracy":
         is_correct = (predictions == labels.bool()).all(1).long()
         return metrics.accuracy(is_correct, torch.ones_like(is_correct), session)

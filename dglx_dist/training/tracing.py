@@ -26,7 +26,7 @@ from dglx_dist.comm.trace import (
 )
 from dglx_dist.errors import StorageError
 from dglx_dist.memory import format_bytes, resident_bytes
-from dglx_dist.records import EpochRecord
+from dglx_dist.records import STANDARD_ERROR, EpochRecord
 
 log = logging.getLogger(__name__)
 
@@ -269,10 +269,16 @@ def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
 def format_epoch(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``. There is no val if the epoch was not evaluated."""
     figures = [f"loss {record.loss:.4f}"]
-    if record.val_accuracy is not None:
-        figures.append(f"val {100 * record.val_accuracy:.1f} %")
+    errors = {}
     for name, value in record.metrics.items():
-        if name.startswith("val_") and name != "val_accuracy":
-            figures.append(f"{name.replace('_', ' ', 1)} {value:.4f}")
+        if name.endswith(STANDARD_ERROR):
+            errors[name.removesuffix(STANDARD_ERROR)] = value
+    if record.val_accuracy is not None:
+        error_text = f" ± {100 * errors['val_accuracy']:.1f}" if "val_accuracy" in errors else ""
+        figures.append(f"val {100 * record.val_accuracy:.1f} %{error_text}")
+    for name, value in record.metrics.items():
+        if name.startswith("val_") and name != "val_accuracy" and not name.endswith(STANDARD_ERROR):
+            error_text = f" ± {errors[name]:.4f}" if name in errors else ""
+            figures.append(f"{name.replace('_', ' ', 1)} {value:.4f}{error_text}")
     figures.append(f"{record.seconds:.2f} s")
     return f"epoch {record.epoch}: {', '.join(figures)}"

@@ -1,6 +1,7 @@
 """Passes over all nodes: ranks of a server share them by work, and the next batch is loaded ahead."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import dgl
@@ -10,12 +11,14 @@ import torch
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph import cache
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.training import inference
 from dglx_dist.training.inference import layerwise_inference
 from dglx_dist.training.node_batches import ServerNodes
 from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
 
 NODES = 100
 
@@ -79,3 +82,40 @@ def test_next_batch_is_loaded_while_a_batch_is_computed(folder: str, monkeypatch
         g = DistGraph(folder)
         rows = layerwise_inference(torch.nn.Identity(), g, layers=[wait_for_next], batch_size=10)
         assert rows[:].tolist() == [[1.0, 1.0]] * NODES
+
+
+def count_pulled(folder: str, free_bytes: int | None) -> Any:
+    if free_bytes is not None:
+        cache.machine_memory = lambda: (free_bytes, free_bytes)  # type: ignore[assignment]
+    with start_session() as session:
+        g = DistGraph(folder, structure="partitioned")
+        features = g.ndata["feat"]
+        own = torch.arange(*features.local_range)
+        sources = g.sample_neighbors(own, -1).edges()[0].unique()
+        halo = int((~torch.isin(sources, own)).sum())
+        before = session.ledger.snapshot()
+        identity = [lambda block, rows: rows[: block.num_dst_nodes()]] * 2
+        model = torch.nn.Linear(1, 1).to(features.dtype)
+        rows = layerwise_inference(model, g, layers=identity, batch_size=10)
+        traffic = session.ledger.since(before)
+        assert torch.equal(rows[:], features[:])
+        pulled = {"features": 0, "cache": 0}
+        for row in traffic:
+            if row.phase in pulled:
+                pulled[row.phase] += row.num_bytes
+        assert not g.kvstore.has_cache
+        return halo, features[:1].nbytes, pulled
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_rows_of_another_server_arrive_once(tmp_path: Path, is_kept: bool) -> None:
+    folder = str(equality.write_parts(tmp_path))
+    results = run_ranks(count_pulled, 2, args=(folder, None if is_kept else 1000), ranks_per_server=1)
+    for halo, row_bytes, pulled in results:
+        # A rank counts the ids that it sends and the rows that it receives, once for each layer.
+        once = 2 * halo * (8 + row_bytes)
+        if is_kept:
+            assert pulled == {"features": 0, "cache": once}
+        else:
+            assert pulled["cache"] == 0
+            assert pulled["features"] > 2 * once

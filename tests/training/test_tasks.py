@@ -383,6 +383,7 @@ def test_every_option_is_known_to_change_the_steps_or_not() -> None:
         "metric",
         "epochs",
         "eval_every",
+        "eval_sample",
         "patience",
         "min_delta",
         "checkpoint_every",

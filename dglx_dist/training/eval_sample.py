@@ -1,0 +1,122 @@
+"""Estimates of an evaluation from a sample of the targets, with standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.comm.collectives import barrier, sum_over_ranks
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.keyed_random import hash_ids, stream_key
+from dglx_dist.records import SPLITS, STANDARD_ERROR, Array
+from dglx_dist.training.config import CLASSIFICATION
+from dglx_dist.training.needed_nodes import make_marks
+from dglx_dist.training.tasks import collect_targets, compute_metric, split_owned_rows
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+_SAMPLE, _GROUPS = 0, 1
+"""Streams of the keyed draws. All evaluations take the same targets, so that epochs can be compared."""
+
+_NUM_GROUPS = 20
+"""Groups of the jackknife. The standard error is itself known to 16 %, one in the root of twice 19."""
+
+
+def check_fraction(fraction: float) -> None:
+    if not 0 < fraction < 1:
+        raise ConfigError(f"sample={fraction} must be above 0 and below 1. Leave it out for all targets.")
+
+
+def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float | None) -> DistTensor | None:
+    """Return marks of the nodes in one of ``masks``, or None if they are nearly all. All ranks call this.
+
+    With a ``fraction``, a node is marked with this probability.
+    """
+    marks = make_marks(g, ntype)
+    data = g.nodes[ntype].data
+    num_marked = 0
+    for rows in split_owned_rows(g, ntype):
+        is_marked = torch.stack([data[name][rows].bool() for name in masks]).any(0)
+        ids = torch.arange(rows.start, rows.stop)
+        if fraction is not None:
+            is_marked &= _is_sampled(ids, fraction)
+        marks.push(ids[is_marked], is_marked[is_marked])
+        num_marked += int(is_marked.sum())
+    total = int(sum_over_ranks(torch.tensor([num_marked]), g.session, phase="control"))
+    barrier(g.session, "marks of the targets")
+    # Few nodes are spared then, and a pass over all of them needs no marks.
+    if fraction is None and total > 0.9 * g.num_nodes(ntype):
+        marks.delete()
+        return None
+    return marks
+
+
+def _is_sampled(ids: Tensor, fraction: float) -> Tensor:
+    """Return for (n,) ids whether they are in the sample. It depends on nothing else."""
+    # A word has 64 random bits. The upper 53 of them fit a float without rounding.
+    units = (_hash(ids, _SAMPLE) >> 11) * 2.0**-53
+    return torch.from_numpy(units < fraction)
+
+
+def _choose_group(ids: Tensor) -> Tensor:
+    """Return for (n,) ids their group of the jackknife. It does not depend on whether they are sampled."""
+    return torch.from_numpy((_hash(ids, _GROUPS) % _NUM_GROUPS).astype(np.int64))
+
+
+def _hash(ids: Tensor, stream: int) -> Array:
+    return hash_ids(ids.numpy(), stream_key(0, 0, stream))
+
+
+def estimate_all(
+    scores: DistTensor,
+    g: DistGraph,
+    ntype: str,
+    label: str,
+    masks: Sequence[str],
+    task: str,
+    metrics: Sequence[str],
+    fraction: float,
+) -> dict[str, float]:
+    """Return the accuracy by mask and ``metrics`` by name of the sampled nodes. Every rank must call this.
+
+    Standard errors have names like ``val_accuracy_se``. They come from the jackknife, which leaves out one of
+    20 random groups of nodes in turn, and are those of a sample without replacement.
+    """
+
+    def is_sampled(ids: Tensor) -> Tensor:
+        return _is_sampled(ids, fraction)
+
+    values: dict[str, float] = {}
+    for mask in masks:
+        names = ["accuracy"] if task == CLASSIFICATION else []
+        if mask != SPLITS[0]:
+            names = [*dict.fromkeys([*names, *metrics])]
+        rows, labels, ids = collect_targets(scores, g, ntype, label, mask, task, is_sampled)
+        groups = _choose_group(ids)
+        prefix = mask.removesuffix("_mask")
+        for name in names:
+            compute = partial(compute_metric, name, session=g.session, task=task)
+            value = compute(rows, labels)
+            if name in metrics and mask != SPLITS[0]:
+                values[f"{prefix}_{name}"] = value
+            if name == "accuracy" and task == CLASSIFICATION:
+                values[mask] = value
+            replicates = [compute(rows[groups != k], labels[groups != k]) for k in range(_NUM_GROUPS)]
+            values[f"{prefix}_{name}{STANDARD_ERROR}"] = _jackknife(replicates, fraction)
+    return values
+
+
+def _jackknife(replicates: Sequence[float], fraction: float) -> float:
+    """Return the standard error from the values without each group, of a sample of a finite population."""
+    count = len(replicates)
+    mean = math.fsum(replicates) / count
+    squares = math.fsum((value - mean) ** 2 for value in replicates)
+    return math.sqrt((1 - fraction) * squares * (count - 1) / count)

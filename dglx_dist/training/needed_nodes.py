@@ -1,0 +1,63 @@
+"""Marks of the nodes that an inference needs: its targets, and their in-neighbours at each layer below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from dglx_dist.comm.collectives import barrier, sum_over_ranks
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.training.node_batches import BatchLimits, ServerNodes
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+Marks: TypeAlias = Mapping[str, DistTensor]
+"""(N,) bool by node type. The nodes of other types are not needed."""
+
+_MAX_EDGES_PER_NODE = 2
+"""In-edges of needed nodes per node of the graph. Above it, nearly all nodes have a needed out-neighbour."""
+
+_NODES_AT_ONCE = 1 << 16
+
+
+def list_needed(g: DistGraph, targets: Marks | None, num_passes: int) -> Sequence[Marks | None]:
+    """Return the marks of the nodes that each pass must compute. None: all nodes. Every rank must call this.
+
+    The last entry is ``targets``. Delete the tensors of the others when done.
+    """
+    needed = [targets]
+    while len(needed) < num_passes:
+        marks = needed[0]
+        needed.insert(0, None if marks is None else _add_in_neighbours(g, marks))
+    return needed
+
+
+def make_marks(g: DistGraph, ntype: str) -> DistTensor:
+    """Return marks of no node of ``ntype``. Every rank must call this."""
+    policy = g.get_node_partition_policy(ntype)
+    return DistTensor((g.num_nodes(ntype),), torch.bool, part_policy=policy, is_gdata=False, graph=g)
+
+
+def _add_in_neighbours(g: DistGraph, marks: Marks) -> Marks | None:
+    """Return marks of the marked nodes and their in-neighbours, or None if those are nearly all nodes."""
+    nodes_of = {ntype: ServerNodes(g, ntype, rows) for ntype, rows in marks.items()}
+    num_edges = sum(nodes.count_edges(nodes.get_share()) for nodes in nodes_of.values())
+    total = int(sum_over_ranks(torch.tensor([num_edges]), g.session, phase="control"))
+    if total > _MAX_EDGES_PER_NODE * sum(map(g.num_nodes, g.ntypes)):
+        return None
+
+    expanded = {ntype: make_marks(g, ntype) for ntype in g.ntypes}
+    is_needed = torch.tensor([True])
+    for ntype, nodes in nodes_of.items():
+        etypes = [etype for etype in g.canonical_etypes if etype[2] == ntype]
+        for ids in nodes.split(nodes.get_share(), BatchLimits.from_batch_size(_NODES_AT_ONCE)):
+            expanded[ntype].push(ids, is_needed)
+            for etype in etypes:
+                sources = g.structure(etype).ask("in_edges", ids).sources
+                expanded[etype[0]].push(np.unique(sources), is_needed)
+    barrier(g.session, "marks of the in-neighbours")
+    return expanded

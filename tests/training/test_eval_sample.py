@@ -1,0 +1,207 @@
+"""Estimates from a sample of the targets, their standard errors, and passes over the needed nodes only."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import SPLITS
+from dglx_dist.report.tables import build_epoch_table
+from dglx_dist.training import needed_nodes
+from dglx_dist.training.eval_sample import _choose_group, _is_sampled, _jackknife
+from dglx_dist.training.fit_config import FitConfig
+from dglx_dist.training.inference import evaluate, layerwise_inference
+from dglx_dist.training.link import LinkEvaluation
+from dglx_dist.training.models import build_model
+from dglx_dist.training.tracing import format_epoch
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.training import hetero
+
+FRACTION = 0.4
+
+
+def make_model() -> Any:
+    torch.manual_seed(5)
+    return build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2).double()
+
+
+def estimate_on_ranks(folder: str) -> None:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        tensors = len(g.kvstore.names())
+        values = evaluate(make_model(), g, metrics=["accuracy", "f1_macro"], sample=FRACTION)
+        by_blocks = evaluate(make_model(), g, metrics=["accuracy", "f1_macro"], sample=FRACTION, num_layers=2)
+        assert len(g.kvstore.names()) == tensors
+        scores = layerwise_inference(make_model(), g)[:]
+        ids = torch.arange(g.num_nodes())
+        labels = g.ndata["label"][:]
+        for mask in SPLITS:
+            prefix = mask.removesuffix("_mask")
+            is_counted = g.ndata[mask][:].bool() & (labels >= 0) & _is_sampled(ids, FRACTION)
+            is_correct = (scores.argmax(1) == labels)[is_counted].double()
+            groups = _choose_group(ids[is_counted])
+            left_out = [float(is_correct[groups != group].mean()) for group in range(20)]
+            error = np.std(left_out) * math.sqrt(19 * (1 - FRACTION))
+            assert 5 < len(is_correct) < 0.6 * int(g.ndata[mask][:].sum())
+            assert values[mask] == by_blocks[mask] == pytest.approx(float(is_correct.mean()), abs=1e-12)
+            assert values[f"{prefix}_accuracy_se"] == pytest.approx(error, abs=1e-12)
+            assert ("train_f1_macro" in values, "val_f1_macro" in values) == (False, True)
+        assert values["val_accuracy"] == values["val_mask"]
+        assert values["val_f1_macro_se"] > 0
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1))])
+def test_estimate_is_that_of_the_sampled_targets(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    run_ranks(estimate_on_ranks, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
+
+
+def test_standard_error_is_the_deviation_of_estimates() -> None:
+    """The mean of zeros and ones in random tenths of 4000 nodes."""
+    ids = torch.arange(4000)
+    is_correct = (torch.rand(4000, generator=torch.Generator().manual_seed(0)) < 0.7).double()
+    groups = _choose_group(ids)
+    estimates, errors = [], []
+    for seed in range(300):
+        is_drawn = torch.rand(4000, generator=torch.Generator().manual_seed(seed + 1)) < 0.1
+        estimates.append(float(is_correct[is_drawn].mean()))
+        left_out = [float(is_correct[is_drawn & (groups != group)].mean()) for group in range(20)]
+        errors.append(_jackknife(left_out, 0.1))
+    deviation = np.std(estimates)
+    assert np.mean(errors) == pytest.approx(deviation, rel=0.12)
+    # Of a sample of nine tenths, the error is a third of that of an endless population.
+    assert _jackknife(left_out, 0.91) == pytest.approx(errors[-1] * math.sqrt(0.09 / 0.9))
+    assert math.isnan(_jackknife([math.nan, *left_out[1:]], 0.1))
+
+
+def test_half_of_the_units_below_a_half_are_sampled() -> None:
+    ids = torch.arange(100_000)
+    small, large = _is_sampled(ids, 0.1), _is_sampled(ids, 0.5)
+    assert 9_700 < int(small.sum()) < 10_300
+    # A larger sample contains a smaller one, and groups do not depend on the sample.
+    assert bool(large[small].all())
+    counts = _choose_group(ids[small]).bincount(minlength=20)
+    assert 400 < int(counts.min()) <= int(counts.max()) < 600
+
+
+def infer_needed(folder: str, max_edges: float) -> Any:
+    needed_nodes._MAX_EDGES_PER_NODE = max_edges  # type: ignore[assignment]
+    computed: list[set[int]] = [set(), set()]
+
+    def record(depth: int, layer: Any, block: Any, rows: Any) -> Any:
+        computed[depth].update(block.dstdata[dgl.NID].tolist())
+        return layer(block, rows)
+
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        layers = [
+            lambda block, rows, depth=depth, layer=layer: record(depth, layer, block, rows)
+            for depth, layer in enumerate(make_model().eval().inference_layers())
+        ]
+        marks = g.new_tensor((g.num_nodes(),), torch.bool, "marks")
+        if g.rank() == 0:
+            marks[torch.tensor([3, g.num_nodes() - 1])] = True
+        g.barrier()
+        tensors = len(g.kvstore.names())
+        rows = layerwise_inference(make_model(), g, layers=layers, nodes={"_N": marks})[:]
+        assert len(g.kvstore.names()) == tensors + 1
+        expected = layerwise_inference(make_model(), g)[:]
+        is_marked = marks[:]
+        torch.testing.assert_close(rows[is_marked], expected[is_marked], rtol=0, atol=1e-12)
+        assert not rows[~is_marked].any()
+        sources = g.sample_neighbors(is_marked.nonzero()[:, 0], -1).edges()[0]
+        needed = {*sources.tolist(), *is_marked.nonzero()[:, 0].tolist()}
+        return computed, needed, g.num_nodes()
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("max_edges", [2, 0])
+def test_only_needed_nodes_are_computed(
+    folder: Path, ranks: int, ranks_per_server: int, max_edges: float
+) -> None:
+    results = run_ranks(infer_needed, ranks, args=(str(folder), max_edges), ranks_per_server=ranks_per_server)
+    _, needed, num_nodes = results[0]
+    first, second = (set().union(*(result[0][depth] for result in results)) for depth in (0, 1))
+    assert second == {3, num_nodes - 1}
+    # With many in-edges, the first layer is computed for all nodes.
+    assert first == (needed if max_edges else set(range(num_nodes)))
+    assert len(needed) < num_nodes
+
+
+def evaluate_typed(folder: str) -> None:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        layers = [lambda block, rows: {t: h[: block.num_dst_nodes(t)] for t, h in rows.items()}] * 2
+        inputs = {}
+        for ntype in g.ntypes:
+            policy = g.get_node_partition_policy(ntype)
+            inputs[ntype] = g.new_tensor((g.num_nodes(ntype), 2), torch.float64, "x", part_policy=policy)
+            own = g.local_nodes(ntype)
+            inputs[ntype][own] = own.double()[:, None].expand(-1, 2)
+        policy = g.get_node_partition_policy("paper")
+        marks = g.new_tensor((g.num_nodes("paper"),), torch.bool, "marks", part_policy=policy)
+        if g.rank() == 0:
+            marks[torch.tensor([1])] = True
+        g.barrier()
+        model = torch.nn.Linear(1, 1).double()
+        rows = layerwise_inference(
+            model, g, inputs=inputs, layers=layers, ntypes=["paper"], nodes={"paper": marks}
+        )
+        expected = torch.zeros(g.num_nodes("paper"), 2, dtype=torch.float64)
+        expected[1] = 1
+        assert torch.equal(rows["paper"][:], expected)
+
+
+def test_types_without_needed_nodes_are_computed_for_none(tmp_path: Path) -> None:
+    """Venues have no in-edges to a paper, for instance, and the layers still get rows of every type."""
+    run_ranks(evaluate_typed, 2, args=(str(hetero.write_parts(tmp_path)),), ranks_per_server=1)
+
+
+def fit_with_sample(folder: str, **changes: Any) -> Any:
+    with dx.init(seed=0):
+        g = dx.DistGraph(folder)
+        config = FitConfig(epochs=3, eval_sample=0.5, show_progress=False, **changes)
+        model, result = dx.fit(make_model(), g, fanouts=[4, 4], batch_size=40, config=config)
+        return result, evaluate(model, g, metrics=["accuracy"])
+
+
+@pytest.mark.parametrize("patience", [None, 1])
+def test_final_scores_of_a_run_are_exact(folder: Path, patience: int | None) -> None:
+    # With a huge threshold the first epoch is the best, and the second one ends the run.
+    result, exact = fit_with_sample(str(folder), patience=patience, min_delta=9.0 if patience else 0.0)
+    assert result.accuracy | result.metrics == exact
+    *estimated, last = result.epochs if patience is None else [*result.epochs, None]
+    assert all(record.metrics["val_accuracy_se"] > 0 for record in estimated)
+    if last is None:
+        assert (result.best_epoch, len(estimated)) == (0, 2)
+        assert result.best_val_accuracy == exact["val_accuracy"]
+        return
+    assert not any(name.endswith("_se") for name in last.metrics)
+    table = build_epoch_table(result.epochs)
+    cells = [*next(column for column in table.columns if str(column.header) == "val").cells]
+    assert [" ± " in str(cell) for cell in cells] == [True, True, False]
+    assert " ± " in format_epoch(estimated[0])
+    assert " ± " not in format_epoch(last)
+
+
+def test_sample_is_refused_where_it_cannot_hold(folder: Path) -> None:
+    with dx.init():
+        g = dx.DistGraph(folder)
+        for fraction in (0, 1, -0.5):
+            with pytest.raises(ConfigError, match="must be above 0 and below 1"):
+                evaluate(make_model(), g, sample=fraction)
+    config = FitConfig(epochs=1)
+    with pytest.raises(ConfigError, match="eval_sample=1 must be above 0 and below 1"):
+        replace(config, eval_sample=1)
+    with pytest.raises(ConfigError, match=r"--eval-sample 0.1 estimates .* a function of its own"):
+        replace(config, eval_sample=0.1, evaluate=LinkEvaluation)
