@@ -335,7 +335,7 @@ def partition(config: PartitionCommand) -> None:
 def _partition(config: PartitionCommand) -> None:
     from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
     from dglx_dist.data.storage.manifest import check_target
-    from dglx_dist.data.storage.remote import fetch_tables, stage_dataset
+    from dglx_dist.data.storage.remote import fetch_objects, stage_dataset
     from dglx_dist.memory import return_memory
 
     options = PartitionOptions(**select_common_fields(config, PartitionOptions))
@@ -357,7 +357,7 @@ def _partition(config: PartitionCommand) -> None:
         tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
         if plan.memory is not None:
             return_memory()
-        data = fetch_tables(config.data)
+        data = fetch_objects(config.data)
         with open_work(data, target, plan, ranks, **config.source_options) as workspace:
             graph = load_graph(data, workspace=workspace, **config.source_options)
             tell(f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {cut}")

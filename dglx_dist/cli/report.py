@@ -238,6 +238,9 @@ def report(
     Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and `dglx report
     trace.json --batches 20:23`
     """
+    from dglx_dist.report.run_store import fetch_run
+
+    folders = [Path(fetch_run(path)) for path in folders]
     # A folder that is listed twice is one run.
     folders = list({path.resolve(): path for path in folders}.values())
     folder = folders[0]
