@@ -87,7 +87,11 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         f"{FORMATS}, `dgl:CoraGraphDataset`, `ogb:ogbn-arxiv`, or a dataset of one part from `dglx ingest`.",
         metavar="DATA",
     )
-    out: Path = option(Path("data/partitioned"), "Output folder. Must be empty or not exist.", metavar="DIR")
+    out: Path = option(
+        Path("data/partitioned"),
+        "Output folder or address (s3://...). Must be empty or not exist.",
+        metavar="DIR",
+    )
     num_parts: int = option(
         2, "Number of parts. It does not depend on the number of ranks and servers.", flag="--parts"
     )

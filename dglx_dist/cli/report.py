@@ -35,7 +35,7 @@ HOPS = 4
 class InspectCommand:
     """Options of ``dglx inspect``."""
 
-    folder: Path = option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
+    folder: Path = option(..., "Folder or address that `dglx partition` wrote.", metavar="DIR")
     picture: Path | None = option(None, "File of the picture. Default: cache/partition.png.", metavar="FILE")
     verify: Literal["auto", "full", "never"] = option(
         "auto", "Verification of files: auto for new files, full for all files, or never."

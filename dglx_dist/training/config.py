@@ -354,7 +354,7 @@ class ModelConfig:
 class TrainConfig(RunOptions, ModelConfig):
     """Options of ``dglx train``: one run of a ready-made model. A wrong value raises ConfigError."""
 
-    data: str = path_option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
+    data: str = path_option(..., "Folder or address that `dglx partition` wrote.", metavar="DIR")
     strategy: str = option(
         "data_parallel",
         "Way in which the ranks share the work. auto chooses by timing. An unknown name lists all.",
@@ -486,8 +486,8 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     out: str = _path_of_run(
         "",
-        "Run folder. A run with the same configuration resumes from its newest checkpoint. A run without "
-        "checkpoints is replaced. Default: runs/NAME-STRATEGY with the NAME of DIR.",
+        "Run folder or address. A run with the same configuration resumes from its newest checkpoint. A run "
+        "without checkpoints is replaced. Default: runs/NAME-STRATEGY with the NAME of DIR.",
         metavar="RUNDIR",
     )
     checkpoint_every: Every = _of_run(

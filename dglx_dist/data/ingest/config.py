@@ -28,7 +28,11 @@ from dglx_dist.records import LABEL, SPLITS, EdgeType
 class IngestPlan:
     """Options of one ingestion. Raises ConfigError if the seed is negative."""
 
-    out: Path = option(Path("data/ingested"), "Folder to write. It must be new or empty.", metavar="DIR")
+    out: Path = option(
+        Path("data/ingested"),
+        "Folder or address (s3://...) to write. It must be new or empty.",
+        metavar="DIR",
+    )
     memory: str = option(
         "2GB", "Memory limit of this process, such as 200MB. More data is spilled to disk.", metavar="SIZE"
     )
