@@ -15,7 +15,7 @@ import typer
 
 from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.options import at_least, check_ranges, option
+from dglx_dist.options import at_least, check_ranges, option, refuse_addresses
 from dglx_dist.progress import PlainConsole
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, format_type
 
@@ -46,6 +46,7 @@ class InspectCommand:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        refuse_addresses(self, ("picture",))
         for name, value in (("hops", self.hops), ("servers", self.servers)):
             if value is not None and not self.closure:
                 raise ConfigError(f"--{name} {value} needs --closure. Add it.")

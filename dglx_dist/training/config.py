@@ -30,6 +30,7 @@ from dglx_dist.options import (
     parse_names,
     parse_times,
     path_option,
+    refuse_addresses,
 )
 from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
@@ -245,6 +246,7 @@ def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> f
 
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError if two options of a run contradict each other, or TensorBoard is not installed."""
+    refuse_addresses(config, ("trace", "tensorboard"))
     if isinstance(config.metric, str):
         raise ConfigError(f"metric is the string {config.metric!r}, not a tuple: ({config.metric!r},)")
     if config.patience is not None and config.eval_every == 0:
