@@ -135,6 +135,15 @@ def format_location(location: str | os.PathLike[str]) -> str:
     return find_address(location) or str(location)
 
 
+def refuse_addresses(config: object, names: Iterable[str]) -> None:
+    """Raise ConfigError if one of the options ``names`` is an address. They are files of this machine."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and find_address(value) is not None:
+            flag = find_flag(type(config), name)
+            raise ConfigError(f"{flag} {find_address(value)} is an address. Name a path on this machine.")
+
+
 path_option = partial(option, kind=Path, parse=lambda value, _flag: format_location(value))
 """Like :func:`option`, for a path or an address in a field of type ``str``."""
 

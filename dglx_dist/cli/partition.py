@@ -87,7 +87,11 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         f"{FORMATS}, `dgl:CoraGraphDataset`, `ogb:ogbn-arxiv`, or a dataset of one part from `dglx ingest`.",
         metavar="DATA",
     )
-    out: Path = option(Path("data/partitioned"), "Output folder. Must be empty or not exist.", metavar="DIR")
+    out: Path = option(
+        Path("data/partitioned"),
+        "Output folder or address (s3://...). Must be empty or not exist.",
+        metavar="DIR",
+    )
     num_parts: int = option(
         2, "Number of parts. It does not depend on the number of ranks and servers.", flag="--parts"
     )
@@ -335,7 +339,7 @@ def partition(config: PartitionCommand) -> None:
 def _partition(config: PartitionCommand) -> None:
     from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
     from dglx_dist.data.storage.manifest import check_target
-    from dglx_dist.data.storage.remote import fetch_tables, stage_dataset
+    from dglx_dist.data.storage.remote import fetch_objects, stage_dataset
     from dglx_dist.memory import return_memory
 
     options = PartitionOptions(**select_common_fields(config, PartitionOptions))
@@ -357,7 +361,7 @@ def _partition(config: PartitionCommand) -> None:
         tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
         if plan.memory is not None:
             return_memory()
-        data = fetch_tables(config.data)
+        data = fetch_objects(config.data)
         with open_work(data, target, plan, ranks, **config.source_options) as workspace:
             graph = load_graph(data, workspace=workspace, **config.source_options)
             tell(f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {cut}")

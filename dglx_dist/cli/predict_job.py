@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from dglx_dist.api import init
 from dglx_dist.cli.train_job import PREDICTION, SCORES, build, list_edge_columns
-from dglx_dist.data.storage.files import name_write_failures, replace_atomically
+from dglx_dist.data.storage.files import name_write_failures
+from dglx_dist.data.storage.remote import fetch_objects, open_output
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.options import find_address, format_location
 from dglx_dist.records import FEATURE, LABEL, Array
 from dglx_dist.report.run_folder import CONFIG, read_run, read_spread
+from dglx_dist.report.run_store import fetch_run
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
 from dglx_dist.training.config import (
     CLASSIFICATION,
@@ -63,6 +66,7 @@ def predict_nodes(config: PredictConfig) -> int:
     Raises ConfigError if the run, the dataset and the nodes do not belong together, and StorageError if a
     file cannot be read or written.
     """
+    config = replace(config, run=fetch_run(config.run))
     folder = Path(config.run)
     if read_spread(folder) is not None:
         raise ConfigError(
@@ -70,9 +74,10 @@ def predict_nodes(config: PredictConfig) -> int:
         )
     run = read_run(folder)
     plan = _read_plan(run.config, config)
-    names = None if config.nodes is None else _read_ids(config.nodes)
-    with name_write_failures(config.out):
-        config.out.parent.mkdir(parents=True, exist_ok=True)
+    names = None if config.nodes is None else _read_ids(Path(fetch_objects(format_location(config.nodes))))
+    if find_address(config.out) is None:
+        with name_write_failures(config.out):
+            config.out.parent.mkdir(parents=True, exist_ok=True)
 
     with init("data_parallel", seed=plan.seed, device=config.device) as session:
         g = DistGraph(plan.data, structure="replicated", session=session)
@@ -91,7 +96,7 @@ def predict_nodes(config: PredictConfig) -> int:
         table = _make_table(g, ntype, plan, ids, scores, with_scores=config.scores)
         g.close()
 
-    with name_write_failures(config.out), replace_atomically(config.out) as partial:
+    with open_output(config.out) as partial:
         if config.out.suffix == ".csv":
             pa.csv.write_csv(table, partial)
         else:
@@ -114,7 +119,7 @@ def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainCon
         value = run_config[name]
         values[name] = tuple(value) if isinstance(value, list) else value
     plan = TrainConfig(data=config.data or run_config["data"], **values)
-    if not Path(plan.data).is_dir():
+    if find_address(plan.data) is None and not Path(plan.data).is_dir():
         raise ConfigError(
             f"there is no folder {plan.data}, where {config.run} had its dataset. Name the folder with "
             "--data DIR, or run the command where the training ran."

@@ -15,7 +15,7 @@ import typer
 
 from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.options import at_least, check_ranges, option
+from dglx_dist.options import at_least, check_ranges, option, refuse_addresses
 from dglx_dist.progress import PlainConsole
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, format_type
 
@@ -35,7 +35,7 @@ HOPS = 4
 class InspectCommand:
     """Options of ``dglx inspect``."""
 
-    folder: Path = option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
+    folder: Path = option(..., "Folder or address that `dglx partition` wrote.", metavar="DIR")
     picture: Path | None = option(None, "File of the picture. Default: cache/partition.png.", metavar="FILE")
     verify: Literal["auto", "full", "never"] = option(
         "auto", "Verification of files: auto for new files, full for all files, or never."
@@ -46,6 +46,7 @@ class InspectCommand:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        refuse_addresses(self, ("picture",))
         for name, value in (("hops", self.hops), ("servers", self.servers)):
             if value is not None and not self.closure:
                 raise ConfigError(f"--{name} {value} needs --closure. Add it.")
@@ -238,6 +239,9 @@ def report(
     Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and `dglx report
     trace.json --batches 20:23`
     """
+    from dglx_dist.report.run_store import fetch_run
+
+    folders = [Path(fetch_run(path)) for path in folders]
     # A folder that is listed twice is one run.
     folders = list({path.resolve(): path for path in folders}.values())
     folder = folders[0]

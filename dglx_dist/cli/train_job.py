@@ -32,7 +32,7 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.layers.tracer import preserve_state, random_block
 from dglx_dist.memory import machine_memory
-from dglx_dist.options import select_common_fields
+from dglx_dist.options import format_location, select_common_fields
 from dglx_dist.planner.auto import Training, default_batch_size, default_fanouts, resolve
 from dglx_dist.planner.trials import LinkTrial
 from dglx_dist.planner.workload import check_choosable
@@ -42,6 +42,7 @@ from dglx_dist.registry import AUTO
 from dglx_dist.report import run_folder
 from dglx_dist.report.outcome import build_outcome, collect_facts, read_run_plan, summarize_plan
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
+from dglx_dist.report.run_store import RunStore
 from dglx_dist.report.tables import format_run_title, plural, spread, summarise
 from dglx_dist.strategies.base import WrappedModel, find_float_parameter, get_strategy
 from dglx_dist.training.checkpoint import read_extra
@@ -123,11 +124,10 @@ def _resolve_auto(
         own_loop=needs_own_loop(plan) is not None,
         **select_common_fields(plan, Training),
     )
-    folder = Path(plan.out)
-    checkpoints = folder / CHECKPOINTS if plan.resume else None
+    checkpoints = _locate_checkpoints(plan) if plan.resume else None
     candidate, choice = resolve(module, g, training, checkpoints, inputs, links)
     # A resumed run keeps the choice that it has written before.
-    choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
+    choice_json = read_run_plan(RunStore(plan.out).folder, g.session) if choice is None else choice.to_json()
 
     plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))
     if candidate.cache is not None:
@@ -295,7 +295,7 @@ def _check_outputs(plan: TrainConfig, session: Session) -> None:
     def check() -> None:
         for name in (plan.predictions, plan.save_embeddings):
             if name is not None and session.topology.rank == 0:
-                check_target(Path(name).absolute(), overwrite=True)
+                check_target(Path(name), overwrite=True)
 
     run_on_all_ranks(session, check)
     if plan.trace is not None:
@@ -390,11 +390,13 @@ class Trained:
 
 def train_dataset(plan: TrainConfig) -> Trained:
     """Train, evaluate and write the run folder. Every rank that torchrun started must call it."""
-    folder = Path(plan.out)
+    run = RunStore(plan.out)
+    folder = run.folder
     options: dict[str, Any] = dict(plan.strategy_options)
     joining: dict[str, Any] = {"timeout": plan.timeout_s, "seed": plan.seed, "device": plan.device}
     with init(plan.strategy, **joining, **options) as session:
-        plan = resolve_resume(plan, folder / CHECKPOINTS, session)
+        plan = resolve_resume(plan, _locate_checkpoints(plan), session)
+        run_on_all_ranks(session, lambda: run.pull() if session.is_first_on_machine else None)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         plan, target, built, notes = _prepare(plan, g)
         module, inputs, _ = built
@@ -408,17 +410,22 @@ def train_dataset(plan: TrainConfig) -> Trained:
         _check_outputs(plan, session)
         is_writer = session.topology.rank == 0
         config = build_run_config(plan, g, session)
-        facts = _configuration(plan, g, folder)
+        facts = _configuration(plan, g)
         earlier_epochs = read_epochs(folder) if plan.resume else None
 
         def start() -> None:
             # This runs after the checkpoint is loaded, so that a damaged one does not cost earlier results.
             if is_writer:
                 start_run(folder, config, earlier_epochs, plan=choice)
+                run.push()
                 _announce(plan, g, target)
 
-        append = partial(append_epoch, folder) if is_writer else lambda _record: None
-        wrapped, result = _fit(plan, g, target, built, facts, start, append)
+        def append(record: EpochRecord) -> None:
+            if is_writer:
+                append_epoch(folder, record)
+                run.push()
+
+        wrapped, result = _fit(plan, g, target, built, facts, start, append, folder)
 
         # A resumed run repeats the epochs after its checkpoint.
         kept = [record for record in earlier_epochs or () if record.epoch < result.first_epoch]
@@ -427,6 +434,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         if is_writer and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, format_run_title(summary, config))
+        run_on_all_ranks(session, lambda: run.push() if is_writer else None)
         _write_outputs(plan, wrapped, inputs, g, target)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
 
@@ -537,27 +545,34 @@ def train_seeds(plan: TrainConfig) -> Trained:
     runs = {}
     for seed in plan.seeds:
         name = f"seed-{seed}"
-        paths: dict[str, Any] = {"out": str(Path(plan.out, name))}
+        paths: dict[str, Any] = {"out": format_location(Path(plan.out, name))}
         if plan.predictions:
-            paths["predictions"] = str(Path(plan.predictions, name))
+            paths["predictions"] = format_location(Path(plan.predictions, name))
         if plan.save_embeddings:
-            paths["save_embeddings"] = str(Path(plan.save_embeddings, name))
+            paths["save_embeddings"] = format_location(Path(plan.save_embeddings, name))
         trained = train_dataset(replace(plan, seed=seed, seeds=(), **paths))
         runs[name] = trained.summary
 
     summary = spread(runs)
     if trained.rank == 0:
-        run_folder.write_json(Path(plan.out) / SUMMARY, summary)
+        run = RunStore(plan.out)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run_folder.write_json(run.folder / SUMMARY, summary)
+        run.push()
     return replace(trained, summary=summary)
 
 
-def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
+def _locate_checkpoints(plan: TrainConfig) -> str:
+    return format_location(Path(plan.out, CHECKPOINTS))
+
+
+def _configuration(plan: TrainConfig, g: DistGraph) -> dict[str, object]:
     """Return the facts that a resumed run must share. Raise ConfigError if they differ. Collective."""
     facts = collect_configuration(plan, g.dataset.manifest.checksum)
     facts["strategy_options"] = hide_credentials(plan.strategy_options)
-    saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
+    saved = read_extra(_locate_checkpoints(plan)) if plan.goes_on else None
     if saved is not None:
-        check_same(saved, facts, folder)
+        check_same(saved, facts, plan.out)
     return facts
 
 
@@ -722,8 +737,12 @@ def _fit(
     facts: Mapping[str, object],
     begin: Callable[[], None],
     after_epoch: Callback,
+    folder: Path,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train the built model. ``begin`` is called before the first epoch. Every rank must call this."""
+    """Train the built model, and write its weights to ``folder``. Every rank must call this.
+
+    ``begin`` is called before the first epoch.
+    """
     module, inputs, sparse = built
     # A cache that auto chose has been filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
@@ -733,8 +752,8 @@ def _fit(
     # The option is the name of a loss for --task link, but the field is a function.
     del options["loss"]
     options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
-    options["checkpoint_folder"] = Path(plan.out) / CHECKPOINTS
-    options["weights_folder"] = plan.out
+    options["checkpoint_folder"] = _locate_checkpoints(plan)
+    options["weights_folder"] = folder
     loading: dict[str, Any] = {}
     if isinstance(target, str):
         loading = _list_loader_options(plan, fanouts=plan.fanouts, batch_size=plan.batch_size)

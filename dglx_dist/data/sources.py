@@ -19,7 +19,7 @@ import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
-from dglx_dist.data.storage.remote import fetch_tables
+from dglx_dist.data.storage.remote import fetch_objects
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
 from dglx_dist.memory import format_bytes
@@ -446,9 +446,9 @@ def load_dataset(
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
 
-    spec = fetch_tables(format_location(spec))
+    spec = fetch_objects(format_location(spec))
     name, location = _find_source(spec)
-    location = fetch_tables(location)
+    location = fetch_objects(location)
     source = DATASETS.get(name)(location, options)
     source.workspace = workspace
     if workspace is not None and not source.external:

@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -35,9 +35,9 @@ from dglx_dist.comm.collectives import (
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
 from dglx_dist.data.storage.files import (
-    discard,
     lock_exclusive,
     name_write_failures,
+    partial_folder,
     publish_or_replace,
     read_small_file,
 )
@@ -56,14 +56,14 @@ from dglx_dist.training.checkpoint_folder import (
     Which,
     choose,
     find_newest,
-    list_complete,
-    parse_key,
     read_state,
+    remove_older,
 )
 from dglx_dist.training.checkpoint_folder import STATE_NAME as STATE_NAME
 from dglx_dist.training.checkpoint_folder import find_latest as find_latest
 from dglx_dist.training.checkpoint_folder import folder_name as folder_name
 from dglx_dist.training.checkpoint_folder import write_json as write_json
+from dglx_dist.training.checkpoint_store import fetch_checkpoint, fetch_states, find_local_folder, find_store
 from dglx_dist.training.config import EVERY, Every, count_steps_between
 from dglx_dist.training.object_state import (
     Stateful,
@@ -221,7 +221,8 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
     Names and shapes are those of the user's module, whatever the strategy.
 
     Args:
-        folder: Folder of the run's checkpoints, on a disk that all ranks share.
+        folder: Folder of the run's checkpoints, on a disk that all ranks share, or an address in an object
+            store.
         model: Wrapped or plain model.
         optimizer: Any optimizer of torch, over the model's parameters.
         loader: Loader whose position is saved. The position also names the checkpoint. After the last step of
@@ -314,7 +315,8 @@ class CheckpointWriter:
 
     def __init__(self, folder: str | Path, run: RunState, keep: int | None = None) -> None:
         self._session = current_session()
-        self._folder = Path(folder)
+        self._store = find_store(folder)
+        self._folder = find_local_folder(folder)
         self._run = run
         self._keep = keep
         op = f"checkpoints-{self._session.next_number('checkpoints')}"
@@ -340,7 +342,7 @@ class CheckpointWriter:
 
         # The writer closes this stack. The partial folder is removed then if it was not renamed.
         stack = ExitStack()
-        folder = stack.enter_context(open_partial_folder(self._session, final))
+        folder = stack.enter_context(self._open_partial_folder(final))
         self._num_saves += 1
         self._thread = Thread(
             target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
@@ -352,6 +354,16 @@ class CheckpointWriter:
             self._thread.run()
             self.wait()
         return final
+
+    def _open_partial_folder(self, final: Path) -> AbstractContextManager[Path]:
+        """Return a folder of all ranks, or one for each rank if they upload their files."""
+        store = self._store
+        if store is None:
+            return open_partial_folder(self._session, final)
+        is_first = self._session.topology.rank == 0
+        has_rows = self._run.sparse is not None
+        run_on_all_ranks(self._session, lambda: store.begin(final.name, has_rows) if is_first else None)
+        return partial_folder(final)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Every rank must call this.
@@ -477,10 +489,13 @@ class CheckpointWriter:
         rank = self._session.topology.rank
         try:
             with name_write_failures(final):
-                entries = write_tensors(snapshot.own_tensors, folder / f"tensors-{rank}.bin")
+                file_name = f"tensors-{rank}.bin" if self._store is None else self._store.name_tensors(rank)
+                entries = write_tensors(snapshot.own_tensors, folder / file_name)
                 row_entries = []
                 for index, (write_own, _) in enumerate(snapshot.rows):
                     row_entries.append(write_share(_sparse_folder(folder, index), write_own))
+                if self._store is not None:
+                    self._store.put_share(folder, final.name)
         except StorageError as error:
             return {"problem": f"rank {rank} on {self._session.hosts[rank]}: {error}"}
         return {"problem": "", "tensors": entries, "rows": row_entries}
@@ -500,9 +515,13 @@ class CheckpointWriter:
         tensors = dict(chain.from_iterable(report["tensors"].items() for report in reports))
         with name_write_failures(final):
             write_json(folder / STATE_NAME, {**snapshot.state, "sparse": checksums, "tensors": tensors})
-            publish_or_replace(folder, final)
+            if self._store is not None:
+                self._store.publish(folder, final.name, {entry["file"] for entry in tensors.values()})
+            else:
+                publish_or_replace(folder, final)
         if self._keep is not None:
-            _remove_older(final, self._keep, self.protected)
+            remove = remove_older if self._store is None else self._store.remove_older
+            remove(final, self._keep, self.protected)
 
 
 class Checkpoints:
@@ -519,7 +538,7 @@ class Checkpoints:
                 saved.step()
 
     Args:
-        folder: Folder on a disk that all ranks share.
+        folder: Folder on a disk that all ranks share, or an address in an object store.
         model: Model, see :func:`save`. The same holds for ``optimizer`` and ``sparse``.
         loader: Loader whose position is saved. A resumed loader first yields the remaining batches of its
             epoch.
@@ -594,20 +613,6 @@ class Checkpoints:
 
 
 checkpoints = Checkpoints
-
-
-def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
-    """Remove all checkpoints before ``newest`` except ``protected`` and the last ``keep - 1``."""
-    newest_entry = parse_key(newest.name), newest
-    older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_entry)
-    # The newest checkpoint counts as one of the ``keep``.
-    num_removed = max(0, len(older) + 1 - keep)
-    for _, path in older[:num_removed]:
-        try:
-            if path != protected:
-                discard(path)
-        except OSError as error:
-            log.warning("failed to remove an old checkpoint: %s", error)
 
 
 def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
@@ -744,12 +749,16 @@ def _choose_on_rank_0(folder: str | Path, which: Which | None, *, logs_reason: b
     def choose_path() -> str | None:
         if session.topology.rank > 0:
             return None
-        path, reason = choose(folder, which)
+        states = fetch_states(folder)
+        path, reason = choose(states, which)
         if reason and logs_reason:
             log.warning("loading %s, %s", path, reason)
-        return str(path)
+        return os.path.relpath(path, states)
 
-    return Path(broadcast_json(run_on_all_ranks(session, choose_path, CheckpointError), session))
+    name = broadcast_json(run_on_all_ranks(session, choose_path, CheckpointError), session)
+    # The first rank of each machine fetches the files, and the others find them.
+    run_on_all_ranks(session, lambda: fetch_checkpoint(folder, name) if session.is_first_on_machine else None)
+    return run_on_all_ranks(session, lambda: fetch_checkpoint(folder, name))
 
 
 def _read_objects(
@@ -798,7 +807,7 @@ def read_extra(
     session = current_session()
 
     def read() -> dict[str, Any] | None:
-        path = find_newest(Path(folder)) if session.topology.rank == 0 else None
+        path = find_newest(fetch_states(folder)) if session.topology.rank == 0 else None
         if path is None:
             return None
         with read_state(path) as state:
@@ -818,7 +827,7 @@ def lock_folder(folder: str | Path) -> None:
     Raises StorageError if another job still saves to it after half of the session's time-out.
     """
     session = current_session()
-    target = Path(folder).absolute()
+    target = find_local_folder(folder).absolute()
     lock_file = target.with_name(f".{target.name}.lock")
     held_locks = _LOCKS.get(session)
 
@@ -839,7 +848,13 @@ def remove_all(folder: str | Path) -> None:
     session = current_session()
 
     def remove() -> None:
-        paths = Path(folder).glob("epoch-*") if session.topology.rank == 0 else ()
+        if session.topology.rank != 0:
+            return
+        store = find_store(folder)
+        if store is not None:
+            store.remove_all()
+            return
+        paths = Path(folder).glob("epoch-*")
         try:
             for path in paths:
                 if FOLDER_NAME.fullmatch(path.name):

@@ -1,6 +1,7 @@
 """Folder of a run's checkpoints: their names, ``state.json``, and the choice of the one to load."""
 
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -8,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from dglx_dist.data.storage.files import read_small_file
+from dglx_dist.data.storage.files import discard, read_small_file
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.training.best_epoch import BEST_WEIGHTS
 
+log = logging.getLogger(__name__)
 VERSION = 3
 STATE_NAME = "state.json"
 REMEDY = "move its folder away to load the checkpoint before it"
@@ -182,3 +184,17 @@ def parse_key(name: str) -> Key | None:
     """
     match = FOLDER_NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2]), match[3] is None)
+
+
+def remove_older(newest: Path, keep: int, protected: Path | None) -> None:
+    """Remove all checkpoints before ``newest`` except ``protected`` and the last ``keep - 1``."""
+    newest_entry = parse_key(newest.name), newest
+    older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_entry)
+    # The newest checkpoint counts as one of the ``keep``.
+    num_removed = max(0, len(older) + 1 - keep)
+    for _, path in older[:num_removed]:
+        try:
+            if path != protected:
+                discard(path)
+        except OSError as error:
+            log.warning("failed to remove an old checkpoint: %s", error)

@@ -30,6 +30,7 @@ from dglx_dist.options import (
     parse_names,
     parse_times,
     path_option,
+    refuse_addresses,
 )
 from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
@@ -252,6 +253,7 @@ def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> f
 
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError if two options of a run contradict each other, or TensorBoard is not installed."""
+    refuse_addresses(config, ("trace", "tensorboard"))
     if isinstance(config.metric, str):
         raise ConfigError(f"metric is the string {config.metric!r}, not a tuple: ({config.metric!r},)")
     if config.patience is not None and config.eval_every == 0:
@@ -370,7 +372,7 @@ class ModelConfig:
 class TrainConfig(RunOptions, ModelConfig):
     """Options of ``dglx train``: one run of a ready-made model. A wrong value raises ConfigError."""
 
-    data: str = path_option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
+    data: str = path_option(..., "Folder or address that `dglx partition` wrote.", metavar="DIR")
     strategy: str = option(
         "data_parallel",
         "Way in which the ranks share the work. auto chooses by timing. An unknown name lists all.",
@@ -502,8 +504,8 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     out: str = _path_of_run(
         "",
-        "Run folder. A run with the same configuration resumes from its newest checkpoint. A run without "
-        "checkpoints is replaced. Default: runs/NAME-STRATEGY with the NAME of DIR.",
+        "Run folder or address. A run with the same configuration resumes from its newest checkpoint. A run "
+        "without checkpoints is replaced. Default: runs/NAME-STRATEGY with the NAME of DIR.",
         metavar="RUNDIR",
     )
     checkpoint_every: Every = _of_run(

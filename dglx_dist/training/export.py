@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,15 +19,13 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import (
-    check_replaceable,
-    name_write_failures,
-    place_folder,
-    replace_atomically,
-)
+from dglx_dist.data.storage.files import check_replaceable, name_write_failures, place_folder
+from dglx_dist.data.storage.object_store import open_store
+from dglx_dist.data.storage.remote import open_output
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.shared_memory import open_partial_folder
+from dglx_dist.options import find_address
 from dglx_dist.records import Array
 from dglx_dist.training.config import EXPORT_INDEX
 
@@ -63,7 +62,8 @@ def write_embeddings(
     particular order. ``pyarrow.dataset.dataset(folder)`` reads the files as one table. For a mapping, each
     node type has its own folder below ``folder``. ``_index.json`` lists the files.
 
-    The folder must be on a disk that all ranks share. It is replaced atomically. Parquet does not support
+    The folder must be on a disk that all ranks share. It is replaced atomically. At an address in an object
+    store, ranks upload their files, and the index lists them when all are there. Parquet does not support
     bfloat16, so it is written as float32.
 
     Args:
@@ -161,6 +161,10 @@ def _write_folder(
 ) -> None:
     """Replace ``folder`` by the files of all ranks. ``write_share`` returns this rank's index entries."""
     is_rank_0 = session.topology.rank == 0
+    address = find_address(folder)
+    if address is not None:
+        _write_objects(session, address, overwrite, write_share)
+        return
 
     def find_target() -> Path:
         target = Path(folder).absolute()
@@ -174,6 +178,41 @@ def _write_folder(
         run_on_all_ranks(
             session, lambda: _publish(partial, target, entries, overwrite) if is_rank_0 else None
         )
+
+
+def _write_objects(
+    session: Session, address: str, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
+) -> None:
+    """Replace the objects at ``address`` by the files of all ranks. An index without files comes first."""
+    store = open_store(address)
+    is_rank_0 = session.topology.rank == 0
+
+    with tempfile.TemporaryDirectory(prefix="dglx-rows-") as name:
+        folder = Path(name)
+
+        def begin() -> None:
+            if is_rank_0:
+                check_target(Path(address), overwrite)
+                _write_index(folder, [])
+                store.put(EXPORT_INDEX, folder / EXPORT_INDEX)
+
+        def upload() -> list[dict[str, Any]]:
+            entries = write_share(folder)
+            for path in folder.rglob("*.parquet"):
+                store.put(path.relative_to(folder).as_posix(), path)
+            return entries
+
+        def finish() -> None:
+            if is_rank_0:
+                _write_index(folder, entries)
+                store.put(EXPORT_INDEX, folder / EXPORT_INDEX)
+                written = {EXPORT_INDEX, *(entry["path"] for entry in chain.from_iterable(entries))}
+                for object_name in store.list().keys() - written:
+                    store.delete(object_name)
+
+        run_on_all_ranks(session, begin)
+        entries = gather_json(run_on_all_ranks(session, upload), session)
+        run_on_all_ranks(session, finish)
 
 
 def _write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
@@ -194,8 +233,7 @@ def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> Non
         columns: dict[str, Any] = {"etype": [":".join(etype) for etype in g.canonical_etypes]}
         for name, rows in parameters.items():
             columns[name] = pa.array(list(rows.detach().cpu().numpy()))
-        target = Path(folder).absolute() / RELATIONS
-        with name_write_failures(target), replace_atomically(target) as partial:
+        with open_output(Path(folder) / RELATIONS) as partial:
             pq.write_table(pa.table(columns), partial)
 
     run_on_all_ranks(g.session, write)
@@ -241,8 +279,22 @@ def _find_node_type(label: str, tensor: Any, g: DistGraph) -> str:
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raise StorageError if :func:`write_embeddings` may not replace ``target``."""
-    check_replaceable(target, overwrite, _CONTENT, _is_export)
+    """Raise StorageError if :func:`write_embeddings` may not replace a folder, or objects at an address."""
+    address = find_address(target)
+    if address is None:
+        check_replaceable(target.absolute(), overwrite, _CONTENT, _is_export)
+        return
+    store = open_store(address)
+    names = store.list()
+    if not names:
+        return
+    if not overwrite:
+        raise StorageError(f"{address} exists already; choose another address, or give overwrite=True")
+    if EXPORT_INDEX not in names or FORMAT.encode() not in store.read_small(EXPORT_INDEX):
+        raise StorageError(
+            f"{address} does not hold {_CONTENT}, so it is not overwritten; choose another address, or "
+            "delete the objects yourself"
+        )
 
 
 def _is_export(folder: Path) -> bool:
@@ -298,11 +350,15 @@ def _read_batches(
 
 def _publish(partial: Path, target: Path, entries: list[Any], overwrite: bool) -> None:
     """Write the index of the files of all ranks, and move the complete folder to ``target``."""
+    with name_write_failures(target):
+        _write_index(partial, entries)
+        place_folder(partial, target, overwrite, _CONTENT, _is_export)
+
+
+def _write_index(folder: Path, entries: list[Any]) -> None:
     files = list(chain.from_iterable(entries))
     text = json.dumps({"format": FORMAT, "version": 1, "files": files}, indent=1)
-    with name_write_failures(target):
-        (partial / EXPORT_INDEX).write_text(text, encoding="utf-8")
-        place_folder(partial, target, overwrite, _CONTENT, _is_export)
+    (folder / EXPORT_INDEX).write_text(text, encoding="utf-8")
 
 
 def to_column(rows: Tensor) -> pa.Array:

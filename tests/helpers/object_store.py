@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -141,10 +142,22 @@ def serve(host: str = "127.0.0.1", port: int = 0) -> Iterator[StandIn]:
         thread.join()
 
 
-if __name__ == "__main__":
-    host, port, *buckets = sys.argv[1:]
+def _main(host: str, port: str, bucket: str, folder: str) -> None:
+    """Serve ``folder`` as BUCKET/graph until the input ends, then print what was sent, and a run."""
     with serve(host, int(port)) as running:
-        for bucket in buckets:
-            running.client().create_bucket(Bucket=bucket)
+        running.client().create_bucket(Bucket=bucket)
+        running.put_folder(Path(folder), bucket, "graph")
         print("ready", flush=True)
         sys.stdin.read()
+        sent = {
+            client: running.count_bytes("/graph/", client)
+            for client in {client for client, _ in running.sent}
+        }
+        entries = running.client().list_objects_v2(Bucket=bucket, Prefix="run/").get("Contents", [])
+        metrics = running.client().get_object(Bucket=bucket, Key="run/metrics.jsonl")["Body"].read().decode()
+        keys = [entry["Key"] for entry in entries]
+        print(json.dumps({"sent": sent, "keys": keys, "metrics": metrics}), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

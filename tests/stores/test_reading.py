@@ -5,6 +5,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage import object_store, remote
+from dglx_dist.data.storage.files import lock_exclusive
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset, open_structure
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DglxError, StorageError
@@ -128,6 +130,7 @@ def test_killed_download_is_resumed(large: str, store: StandIn, cache: Path, tmp
     code = f"""
 import os, sys
 from dglx_dist.data.storage import remote
+from dglx_dist.data.storage.files import lock_exclusive
 from dglx_dist.data.storage.reader import open_dataset
 def append(store, name, write, first_byte, expected):
     for chunk in store.read(name, first_byte, expected.num_bytes - first_byte):
@@ -159,6 +162,27 @@ def test_wrong_first_bytes_of_a_killed_download_are_fetched_again(
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 1000)
     assert features(dataset).tobytes() == features(open_dataset(tmp_path / "large")).tobytes()
+
+
+def test_two_threads_download_a_file_once(large: str, store: StandIn) -> None:
+    """The second waits for the lock of the first, which gets its answer late."""
+    store.fail("GET", "feat", wait_before(0.5))
+    datasets = [open_dataset(large) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(features, datasets)
+    assert first.tobytes() == second.tobytes()
+    assert store.count_bytes("feat") == datasets[0].manifest.files[FEATURE].num_bytes
+
+
+def test_waiting_for_another_process_ends(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = open_dataset(large)
+    part = dataset.folder / (FEATURE + remote.PART_SUFFIX)
+    lock = lock_exclusive(part, 0.0)
+    monkeypatch.setattr(remote, "_LOCK_LIMIT_S", 0.1)
+    with pytest.raises(StorageError, match=f"another process has not finished {large}/{FEATURE}: "):
+        dataset.fetch_parts([0])
+    os.close(lock)
+    dataset.fetch_parts([0])
 
 
 def test_throttled_requests_are_repeated(address: str, store: StandIn, tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import dgl
 import pytest
 
 from dglx_dist.api import partition_graph
+from dglx_dist.data.ingest.config import IngestPlan
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.storage import object_store, remote
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.training.config import TrainConfig
 from tests.data.storage.graphs import assert_same_graph, read_back
 from tests.helpers.commands import dglx
 from tests.helpers.object_store import StandIn, answer
@@ -174,6 +177,17 @@ def test_second_writer_of_an_address_is_refused(store: StandIn, bucket: str, cac
     ):
         raise AssertionError("it must not begin")
     assert not keys(store, bucket, "a/")
+
+
+def test_files_of_this_machine_cannot_be_addresses() -> None:
+    refused = (
+        (TrainConfig, {"data": "d", "trace": "s3://a/t.json"}, "--trace s3://a/t.json is an address"),
+        (PartitionPlan, {"num_parts": 2, "scratch": Path("s3://a/b")}, "--scratch s3://a/b is an address"),
+        (IngestPlan, {"workspace": Path("s3://a/b")}, "--workspace s3://a/b is an address"),
+    )
+    for record, values, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            record(**values)  # type: ignore[arg-type]  # values of several records
 
 
 def test_addresses_of_fsspec_are_written(tmp_path: Path, cache: Path) -> None:

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.storage.files import read_small_file
-from dglx_dist.data.storage.remote import fetch_tables
+from dglx_dist.data.storage.remote import fetch_objects
 from dglx_dist.data.tables import FileSet
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import find_address, option
+from dglx_dist.options import find_address, option, refuse_addresses
 from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 
@@ -28,7 +28,11 @@ from dglx_dist.records import LABEL, SPLITS, EdgeType
 class IngestPlan:
     """Options of one ingestion. Raises ConfigError if the seed is negative."""
 
-    out: Path = option(Path("data/ingested"), "Folder to write. It must be new or empty.", metavar="DIR")
+    out: Path = option(
+        Path("data/ingested"),
+        "Folder or address (s3://...) to write. It must be new or empty.",
+        metavar="DIR",
+    )
     memory: str = option(
         "2GB", "Memory limit of this process, such as 200MB. More data is spilled to disk.", metavar="SIZE"
     )
@@ -51,6 +55,7 @@ class IngestPlan:
     overwrite: bool = option(False, "Replace what is in DIR.")
 
     def __post_init__(self) -> None:
+        refuse_addresses(self, ("output_description", "workspace"))
         if self.seed < 0:
             raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
 
@@ -136,7 +141,7 @@ def _find_matches(pattern: str, entry: Fields) -> list[Path]:
     An address gives the copies of the objects at and below it.
     """
     if find_address(pattern) is not None:
-        copy = Path(fetch_tables(pattern))
+        copy = Path(fetch_objects(pattern))
         return sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]
     folders = (Path(entry.where).absolute().parent, Path.cwd())
     for folder in folders:
@@ -245,13 +250,13 @@ def _fetch_description(path: Path) -> Path:
     if address is None:
         return path
     folder, _, name = address.rpartition("/")
-    texts = {os.path.normpath(text) for text in _iterate_texts(read_json(Path(fetch_tables(address))))}
+    texts = {os.path.normpath(text) for text in _iterate_texts(read_json(Path(fetch_objects(address))))}
     patterns = [text for text in texts if glob_escape(text) != text]
 
     def is_wanted(file: str) -> bool:
         return file == name or file in texts or any(fnmatch(file, pattern) for pattern in patterns)
 
-    return Path(fetch_tables(folder, is_wanted), name)
+    return Path(fetch_objects(folder, is_wanted), name)
 
 
 def _iterate_texts(value: object) -> Iterator[str]:

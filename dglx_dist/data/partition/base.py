@@ -21,6 +21,7 @@ from dglx_dist.options import (
     parse_fractions,
     parse_names,
     parse_tolerances,
+    refuse_addresses,
 )
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
@@ -285,6 +286,7 @@ class PartitionPlan:
         # This module imports Numba, which is slow.
         from dglx_dist.data.storage.writer import check_feature_dtype
 
+        refuse_addresses(self, ("scratch",))
         if self.num_parts < 1:
             raise ConfigError(f"the number of parts is {self.num_parts}; it must be at least 1")
         if self.format not in ("dglx", "dgl"):

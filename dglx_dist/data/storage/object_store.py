@@ -9,10 +9,10 @@ import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,16 +33,10 @@ _FSSPEC_CHUNK_BYTES = 1 << 23
 _MIN_BYTES_PER_S = 100_000
 """Slowest transfer that is still waited for where only the time of a whole call can be limited."""
 _MAX_SMALL_BYTES = 1 << 28
-_FORBIDDEN = (
-    "401",
-    "403",
-    "AccessDenied",
-    "AllAccessDisabled",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-)
-_EXPIRED = ("ExpiredToken", "InvalidToken", "RequestExpired", "RequestTimeTooSkewed")
-_MISSING = ("404", "NoSuchKey", "NotFound")
+_FORBIDDEN = ("AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403")
+_EXPIRED = ("ExpiredToken", "InvalidToken", "RequestExpired", "RequestTimeTooSkewed", "401")
+_MISSING = ("NoSuchKey", "NotFound", "404")
+_BUSY = ("SlowDown", "RequestTimeout", "Throttling")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -97,10 +91,9 @@ class ObjectStore(ABC):
         while first_byte < end:
             position = first_byte
             try:
-                with closing(self._read(name, first_byte, end)) as chunks:
-                    for chunk in chunks:
-                        first_byte += len(chunk)
-                        yield chunk
+                for chunk in self._iterate(name, first_byte, end):
+                    first_byte += len(chunk)
+                    yield chunk
                 if first_byte < end:
                     raise _TransientError(f"the store ended the object at byte {first_byte} of {end}")
             except _TransientError as problem:
@@ -121,18 +114,31 @@ class ObjectStore(ABC):
 
     def _read_all(self, name: str) -> bytes:
         content = bytearray()
-        with closing(self._read(name, 0, None)) as chunks:
-            for chunk in chunks:
-                content += chunk
-                if len(content) > _MAX_SMALL_BYTES:
-                    raise StorageError(f"{self.locate(name)} is too large; check that it is the right object")
+        for chunk in self._iterate(name, 0, None):
+            content += chunk
+            if len(content) > _MAX_SMALL_BYTES:
+                raise StorageError(f"{self.locate(name)} is too large; check that it is the right object")
         return bytes(content)
 
-    def _repeat(self, name: str, call: Callable[[], T]) -> T:
+    def _iterate(self, name: str, first_byte: int, end: int | None) -> Iterator[bytes]:
+        with closing(self._read(name, first_byte, end)) as chunks:
+            while chunk := self._call(name, lambda: next(chunks, b"")):
+                yield chunk
+
+    def _call(self, name: str, function: Callable[[], T]) -> T:
+        """Return the result of ``function``. Errors of the library become StorageError or _TransientError."""
+        try:
+            return function()
+        except (DglxError, _TransientError):
+            raise
+        except Exception as error:  # noqa: BLE001 - each library has errors of its own
+            raise self._explain(name, error) from None
+
+    def _repeat(self, name: str, function: Callable[[], T]) -> T:
         num_tries = 0
         while True:
             try:
-                return call()
+                return self._call(name, function)
             except _TransientError as problem:
                 num_tries += 1
                 self._pause(name, num_tries, problem)
@@ -154,6 +160,10 @@ class ObjectStore(ABC):
     def _explain_forbidden(self, name: str, reason: str) -> StorageError:
         remedy = "log in to the store, or ask its owner for access"
         return StorageError(f"no permission for {self.locate(name)} ({reason}); {remedy}")
+
+    @abstractmethod
+    def _explain(self, name: str, error: Exception) -> Exception:
+        """Return the StorageError or _TransientError to raise in place of ``error`` of the library."""
 
     @abstractmethod
     def _list(self) -> dict[str, ObjectInfo]: ...
@@ -204,27 +214,14 @@ class S3Store(ObjectStore):
             retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
             max_pool_connections=32,
         )
-        return self._call("", lambda: boto3.Session().client("s3", config=config))
+        return boto3.Session().client("s3", config=config)
 
-    def _call(self, name: str, function: Callable[[], T]) -> T:
-        """Return the result of ``function``, with errors of boto3 as StorageError or _TransientError."""
+    def _explain(self, name: str, error: Exception) -> Exception:
         from boto3.exceptions import S3UploadFailedError
         from botocore import exceptions as boto
 
-        try:
-            return function()
-        except S3UploadFailedError as error:
-            # The cause has the code of the service.
-            cause = error.__context__ or error
-            raise self._explain(name, cause) from None
-        except DglxError:  # Some errors of this package are a ValueError, too.
-            raise
-        except (boto.BotoCoreError, boto.HTTPClientError, boto.ClientError, ValueError) as error:
-            raise self._explain(name, error) from None
-
-    def _explain(self, name: str, error: BaseException) -> Exception:
-        from botocore import exceptions as boto
-
+        if isinstance(error, S3UploadFailedError) and isinstance(error.__context__, Exception):
+            error = error.__context__  # It has the code of the service.
         kind = type(error).__name__
         if isinstance(error, boto.ClientError):
             code = error.response.get("Error", {}).get("Code", "")
@@ -240,12 +237,11 @@ class S3Store(ObjectStore):
             if code == "InvalidRange":
                 return StorageError(f"{self.locate(name)} is too short; upload it again")
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status >= 500 or code in ("SlowDown", "RequestTimeout", "Throttling"):
+            if status >= 500 or code in _BUSY:
                 return _TransientError(code)
             return StorageError(f"{self.locate(name)} cannot be used ({code}); check the address")
         if isinstance(error, (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError)):
-            endpoint = self._client.meta.endpoint_url
-            return _TransientError(f"{kind} at {endpoint}")
+            return _TransientError(f"{kind} at {self._client.meta.endpoint_url}")
         if isinstance(error, boto.FlexibleChecksumError):
             return DamagedObjectError(
                 f"{self.locate(name)} differs from the checksum in its store; repeat the command, or upload "
@@ -259,37 +255,29 @@ class S3Store(ObjectStore):
         )
 
     def _list(self) -> dict[str, ObjectInfo]:
-        def collect() -> dict[str, ObjectInfo]:
-            infos = {}
-            pages = self._client.get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._key):
-                for entry in page.get("Contents", ()):
-                    name = entry["Key"].removeprefix(self._key)
-                    # The prefix also matches name-2/, beside name/.
-                    if entry["Key"].endswith("/") or (self._key and name and not name.startswith("/")):
-                        continue
-                    info = ObjectInfo(num_bytes=entry["Size"], version=entry["ETag"])
-                    infos[name.removeprefix("/")] = info
-            return infos
-
-        return self._call("", collect)
+        infos = {}
+        pages = self._client.get_paginator("list_objects_v2")
+        for page in pages.paginate(Bucket=self._bucket, Prefix=self._key):
+            for entry in page.get("Contents", ()):
+                name = entry["Key"].removeprefix(self._key)
+                # The prefix also matches name-2/, beside name/.
+                if entry["Key"].endswith("/") or (self._key and name and not name.startswith("/")):
+                    continue
+                info = ObjectInfo(num_bytes=entry["Size"], version=entry["ETag"])
+                infos[name.removeprefix("/")] = info
+        return infos
 
     def _read(self, name: str, first_byte: int, end: int | None) -> Generator[bytes, None, None]:
         span = {} if end is None else {"Range": f"bytes={first_byte}-{end - 1}"}
-        key = self._find_key(name)
-        response = self._call(name, lambda: self._client.get_object(Bucket=self._bucket, Key=key, **span))
+        response = self._client.get_object(Bucket=self._bucket, Key=self._find_key(name), **span)
         with closing(response["Body"]) as body:
-            chunks = body.iter_chunks(_CHUNK_BYTES)
-            while chunk := self._call(name, lambda: next(chunks, b"")):
-                yield chunk
+            yield from body.iter_chunks(_CHUNK_BYTES)
 
     def _put(self, name: str, path: Path) -> None:
-        key = self._find_key(name)
-        self._call(name, lambda: self._client.upload_file(str(path), self._bucket, key))
+        self._client.upload_file(str(path), self._bucket, self._find_key(name))
 
     def _delete(self, name: str) -> None:
-        key = self._find_key(name)
-        self._call(name, lambda: self._client.delete_object(Bucket=self._bucket, Key=key))
+        self._client.delete_object(Bucket=self._bucket, Key=self._find_key(name))
 
 
 @final
@@ -306,24 +294,23 @@ class FsspecStore(ObjectStore):
             protocol = address.partition(":")[0]
             command = f"pip install 'dglx_dist[cloud]', or the package of {protocol}:// for fsspec"
             raise ConfigError(f"{self.locate()} needs a package ({error}); install it: {command}") from None
-        except ValueError as error:
-            raise ConfigError(f"{self.locate()} is no address ({error}); write s3://BUCKET/NAME") from None
+        except ValueError:  # Its text may have a signed URL.
+            raise ConfigError(
+                f"{self.locate()} is no address that fsspec knows; write s3://BUCKET/NAME"
+            ) from None
         self._path = path if self.locate() != address else path.rstrip("/")
 
     def _find_path(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
 
-    def _call(self, name: str, function: Callable[[], T], num_bytes: int = 0) -> T:
-        """Return the result of ``function``, with its errors as StorageError or _TransientError.
-
-        fsspec has no time-outs, so the call runs on a thread that may be left behind.
-        """
+    def _wait(self, function: Callable[..., T], *arguments: object, num_bytes: int = 0) -> T:
+        """Call ``function`` on a thread, because fsspec has no time-outs. The thread may be left behind."""
         limit_s = READ_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
         result: Future[T] = Future()
 
         def run() -> None:
             try:
-                result.set_result(function())
+                result.set_result(function(*arguments))
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 result.set_exception(error)
 
@@ -332,58 +319,49 @@ class FsspecStore(ObjectStore):
             return result.result(limit_s)
         except FutureTimeoutError:
             raise _TransientError(f"no answer in {limit_s:.0f} s") from None
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise self._explain_missing(name) from None
-        except PermissionError as error:
-            raise self._explain_forbidden(name, type(error).__name__) from None
-        except DglxError:
-            raise
-        except Exception as error:  # noqa: BLE001 - each implementation of fsspec has errors of its own
-            # The text of the error may have a signed URL.
-            raise _TransientError(type(error).__name__) from None
+
+    def _explain(self, name: str, error: Exception) -> Exception:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            return self._explain_missing(name)
+        if isinstance(error, PermissionError):
+            return self._explain_forbidden(name, type(error).__name__)
+        # The text of the error may have a signed URL.
+        return _TransientError(type(error).__name__)
 
     def _list(self) -> dict[str, ObjectInfo]:
-        def collect() -> dict[str, ObjectInfo]:
-            try:
-                info = self._files.info(self._path)
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-            if info["type"] == "file":
-                return {"": _make_info(info)}
-            entries = self._files.find(self._path, detail=True)
-            root = self._files._strip_protocol(self._path).rstrip("/") + "/"
-            return {path.removeprefix(root): _make_info(entry) for path, entry in entries.items()}
+        return self._wait(self._find_objects)
 
-        return self._call("", collect)
+    def _find_objects(self) -> dict[str, ObjectInfo]:
+        try:
+            info = self._files.info(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        if info["type"] == "file":
+            return {"": _make_info(info)}
+        entries = self._files.find(self._path, detail=True)
+        root = self._files._strip_protocol(self._path).rstrip("/") + "/"
+        return {path.removeprefix(root): _make_info(entry) for path, entry in entries.items()}
 
     def _read(self, name: str, first_byte: int, end: int | None) -> Generator[bytes, None, None]:
         path = self._find_path(name)
         while end is None or first_byte < end:
             last = first_byte + _FSSPEC_CHUNK_BYTES
             last = last if end is None else min(last, end)
-            read = partial(self._files.cat_file, path, start=first_byte, end=last)
-            chunk = self._call(name, read, last - first_byte)
-            if not chunk:
-                return
+            size = last - first_byte
+            chunk = self._wait(self._files.cat_file, path, first_byte, last, num_bytes=size)
             yield chunk
             first_byte += len(chunk)
-            if first_byte < last and end is None:
+            if len(chunk) < size:
                 return
 
     def _put(self, name: str, path: Path) -> None:
         target = self._find_path(name)
-
-        def upload() -> None:
-            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self._files.put_file(str(path), target)
-
-        self._call(name, upload, path.stat().st_size)
+        self._wait(partial(self._files.makedirs, target.rpartition("/")[0], exist_ok=True))
+        self._wait(self._files.put_file, str(path), target, num_bytes=path.stat().st_size)
 
     def _delete(self, name: str) -> None:
-        try:
-            self._call(name, lambda: self._files.rm_file(self._find_path(name)))
-        except MissingObjectError:
-            return
+        with suppress(FileNotFoundError):
+            self._wait(self._files.rm_file, self._find_path(name))
 
 
 def _make_info(entry: dict[str, Any]) -> ObjectInfo:

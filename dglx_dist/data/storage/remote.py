@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -177,11 +178,12 @@ def _has_manifest(store: ObjectStore) -> bool:
     return True
 
 
-def fetch_tables(location: str, is_wanted: Callable[[str], bool] = lambda _name: True) -> str:
+def fetch_objects(location: str, is_wanted: Callable[[str], bool] = lambda _name: True) -> str:
     """Return the path of a local copy of the object, or of all objects, at an address.
 
     Other locations, and addresses of datasets, are returned unchanged. Objects without the approval of
-    ``is_wanted`` are left out. Raises StorageError if there is no object, or it changes meanwhile.
+    ``is_wanted`` are left out. Raises MissingObjectError if there is no object, and StorageError if one
+    changes meanwhile.
     """
     address = find_address(location)
     if address is None:
@@ -193,7 +195,7 @@ def fetch_tables(location: str, is_wanted: Callable[[str], bool] = lambda _name:
     if "" in objects:
         objects = {"": objects[""]}
     if not objects:
-        raise StorageError(f"there is no object at or below {store.locate()}; check the address")
+        raise MissingObjectError(f"there is no object at or below {store.locate()}; check the address")
     for name in objects:
         if name and (os.path.normpath(name) != name or name.startswith(("/", ".."))):
             raise StorageError(f"{store.locate(name)} has a name that is no path; rename it")
@@ -211,6 +213,22 @@ def fetch_tables(location: str, is_wanted: Callable[[str], bool] = lambda _name:
             shutil.rmtree(target.parent, ignore_errors=True)
             raise StorageError(f"{store.locate(name)} was changed while it was read; repeat the command")
     return str(target)
+
+
+@contextmanager
+def open_output(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which then replaces the file or the object ``target`` atomically."""
+    address = find_address(target)
+    if address is None:
+        with name_write_failures(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replace_atomically(target.absolute()) as partial:
+                yield partial
+        return
+    with tempfile.TemporaryDirectory(prefix="dglx-output-") as folder:
+        path = Path(folder, target.name)
+        yield path
+        open_store(address).put("", path)
 
 
 @contextmanager
