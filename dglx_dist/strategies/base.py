@@ -47,7 +47,7 @@ class Traits:
     unit: Unit
     """Data that one step trains on."""
     features: Literal["rows", "columns"] = "rows"
-    """How node features are cut over the servers."""
+    """Way to cut node features over the servers."""
     summary: str
     """Network traffic, in one line."""
     own_loop: bool = True

@@ -64,7 +64,7 @@ class Bucket:
         for index, segment, parameter in zip(indices, segments, parameters, strict=True):
             self.views[index] = segment.view(parameter.shape)
         self.missing = num_parameters
-        """How many gradients have not been stored since the last :meth:`clear`."""
+        """Number of gradients that have not been stored since the last :meth:`clear`."""
         self._num_computed = 0
 
     def clear(self) -> None:
@@ -159,7 +159,7 @@ class GradientExchange:
         self.after: Callable[[float], None] = lambda weight: None
         """Called with the weight when an exchanging backward ends, on every rank."""
         self.delay = 0
-        """How many later backward calls run before a call's sums reach ``.grad``, to overlap compute."""
+        """Number of later backward calls before a call's sums reach ``.grad``, to overlap compute."""
         self._pending: deque[tuple[list[Bucket], list[Any]]] = deque()
         """Buckets and running sums from finished backward calls, the oldest first. Empty without a delay."""
         self._in_hold_block = False

@@ -63,10 +63,10 @@ ROUND_BYTES = 1 << 26
 """Bytes after which all ranks meet while they load, so that no rank runs into a time-out."""
 
 IN_FLIGHT = 4
-"""How many messages are requested ahead. It limits the memory that loading takes besides its result."""
+"""Number of messages that are requested ahead. It limits the memory that loading takes besides its result."""
 
 CHUNK_VALUES = 1 << 20
-"""How many values are converted to float64 at a time."""
+"""Number of values that are converted to float64 at a time."""
 
 Moments: TypeAlias = tuple[Tensor, Tensor]
 """Mean and biased variance per node, (V,) float64 each."""
@@ -373,7 +373,7 @@ class ColumnStore:
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """How many columns each feature has in all parts together."""
+        """Number of columns that each feature has in all parts together."""
         return {name: column_slice.columns.width for name, column_slice in self.slices.items()}
 
     def dtype(self, name: str) -> torch.dtype:

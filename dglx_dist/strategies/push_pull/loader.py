@@ -49,7 +49,7 @@ SMALL_NODES = 1 << 31
 """Node count from which ids need 8 bytes. In smaller graphs they fit into 4."""
 
 _EXTRA_BATCHES = 5
-"""How many batches are in use besides those made ahead: in flight, looked ahead, or in the training loop."""
+"""Number of batches in use besides those made ahead: in flight, looked ahead, or in the training loop."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -97,9 +97,9 @@ class Version(NamedTuple):
     batch: int
     side: Side
     read: int
-    """How many steps the side had made when the batch read its weights."""
+    """Number of steps that the side had made when the batch read its weights."""
     written: int
-    """How many steps the side had made just before the batch's own step. The lag is ``written - read``."""
+    """Number of steps that the side had made before the batch's own step. The lag is ``written - read``."""
 
 
 class WaitingGradient(NamedTuple):
@@ -280,7 +280,7 @@ class InFlightBatch:
     leaves: Leaves
     """The part side's weights, copied at fM."""
     read: Mapping[Side, int]
-    """How many steps each side had made at fM."""
+    """Number of steps that each side had made at fM."""
     values: list[Tensor] | None
     """The owner side's weights at fM. None if fD and bD use whatever weights are current when they run."""
     own_rows: Leaves = field(default_factory=dict)

@@ -566,7 +566,7 @@ Runs: TypeAlias = tuple[tuple[ColumnRange, ...], ...]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one parameter is distributed over the parts."""
+    """The distribution of one parameter over the parts."""
 
     shape: tuple[int, ...]
     """Shape before the cut."""
