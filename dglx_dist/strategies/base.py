@@ -1,4 +1,4 @@
-"""Base classes and the registry of training strategies."""
+"""Base classes for training strategies, and their registry."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """Whether the user's loss is the mean over this rank's targets or their sum."""
 
 CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda _: None)
-"""Policy and alpha of the row cache that ``strategy="auto"`` has chosen and filled."""
+"""Row cache policy and alpha that ``strategy="auto"`` has chosen. The cache is already filled with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,46 +47,47 @@ class Traits:
     unit: Unit
     """Data that one step trains on."""
     features: Literal["rows", "columns"] = "rows"
-    """How node features are cut over the servers."""
+    """Way to cut node features over the servers."""
     summary: str
     """Network traffic, in one line."""
     own_loop: bool = True
     """Whether users can write their own training loop. If False, only an :class:`EpochTrainer` can train."""
     on_edges: bool = False
-    """Whether the strategy also trains on batches of edges."""
+    """Whether the strategy also trains on edge batches."""
     excludes_edges: bool = True
-    """Whether the blocks of a batch of edges can leave out these edges."""
+    """Whether the blocks for an edge batch can leave out the batch's own edges."""
     on_gpus: bool = True
     """Whether the strategy trains models on GPUs."""
     complexity: int = 100
-    """Rank of the strategy by simplicity. Among equally fast candidates, the planner takes the smallest."""
+    """Number that grows with complexity. Among equally fast candidates, the planner takes the smallest one.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parameter names of the user's module, by their placement."""
+    """Parameter names in the user's module, grouped by where the parameters live."""
 
     replicated: tuple[str, ...]
     """Parameters that are equal on every rank. Their gradients are summed over the ranks."""
     local: tuple[str, ...]
-    """Parameters of which each rank holds its own piece. Their gradients are not exchanged."""
+    """Parameters that are cut, so that each rank holds its own piece. Their gradients are not exchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The training objective of an :class:`EpochTrainer`."""
+    """What an :class:`EpochTrainer` minimizes, and how it scales gradients and learning rates."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None
     """Maps (B, C) scores and (B,) labels to their mean loss. None if the user defined the task."""
     feature: str = FEATURE
-    """Name of the node data that the model takes as input."""
+    """Node data that the model takes as input, by name."""
     label: str = LABEL
     extra_terms: tuple[str, ...] = ()
-    """Names of options that add another term to the loss."""
+    """Names of the options that add another term to the loss."""
     clip_norm: float | None = None
-    """Largest norm of the gradient of all weights together."""
+    """Maximum norm for all gradients together. None if they are not clipped."""
     rate_factor: Callable[[int], float] | None = None
-    """Maps an epoch to the factor of the learning rates. None: rates are those of the optimizer."""
+    """Maps an epoch to a factor for the learning rates. None keeps the optimizer's rates."""
 
 
 class EpochTrainer(ABC):
@@ -96,8 +97,8 @@ class EpochTrainer(ABC):
     def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
         """Train ``number`` epochs, starting with epoch ``first``. Every rank must call it.
 
-        Afterwards nothing is in flight. Every rank has the model's parameters and the optimizer's state of
-        the last epoch.
+        Afterwards nothing is in flight, and every rank has the parameters and the optimizer state that the
+        last epoch left.
 
         Returns:
             One record per epoch over all ranks, without evaluation, and the bytes that this rank counted.
@@ -108,7 +109,7 @@ class EpochTrainer(ABC):
 
     @abstractmethod
     def account(self) -> dict[str, object]:
-        """Return the costs of the run over all ranks, as JSON values. Every rank must call it.
+        """Return what the run cost over all ranks, as JSON values. Every rank must call it.
 
         The key ``dollars`` has the amount, ``label`` says how to read it, and ``text`` has both.
         """
@@ -126,15 +127,15 @@ _PREFETCH = (
 
 @contextmanager
 def explain_missing_edge_data(advice: str = _PREFETCH) -> Iterator[None]:
-    """Turn DGL's KeyError for missing edge data of a block into a ConfigError with a remedy.
+    """Turn DGL's KeyError for edge data that a block lacks into a ConfigError with a remedy.
 
     Args:
-        advice: The remedy. ``{name}`` is replaced by the name of the edge data.
+        advice: The remedy. ``{name}`` is replaced by the missing name.
     """
     try:
         yield
     except KeyError as error:
-        # DGL's view of the edge data is in a frame of the traceback. Other KeyErrors are not about blocks.
+        # DGL's edge data view is in one traceback frame. A KeyError without such a frame is not about blocks.
         data = _find_edge_view(error)
         if data is None:
             raise
@@ -161,11 +162,11 @@ class WrappedModel(nn.Module, ABC):
     Call it like the user's module, on the thread of the training loop. Backward is collective. Forward is
     collective too under strategies that exchange activations.
 
-    Attributes of the user's module can be read through the wrapper. Submodules, parameters and methods can be
-    read only without gradients, because their gradients would stay on this rank.
+    The wrapper passes attribute reads on to the user's module. Submodules, parameters and methods can be read
+    only without gradients, because their gradients would stay on this rank.
 
-    Under every strategy, ``state_dict`` has the names and uncut shapes of the user's module. So a checkpoint
-    of one strategy loads under another.
+    Under every strategy, ``state_dict`` has the user's names and uncut shapes. So a checkpoint that one
+    strategy wrote loads under another.
     """
 
     module: nn.Module
@@ -184,7 +185,7 @@ class WrappedModel(nn.Module, ABC):
         than its inputs.
         """
         # Autocast caches converted weights until its block ends. A block around the whole loop would reuse
-        # the weights of the first step.
+        # the weights from the first step.
         torch.clear_autocast_cache()
         try:
             with explain_missing_edge_data():
@@ -242,12 +243,12 @@ class WrappedModel(nn.Module, ABC):
 
     @property
     def parts(self) -> Parts:
-        """Names of the replicated and of the cut parameters."""
+        """Parameter names, split into replicated and cut parameters."""
         return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether a batch begins before the optimizer step of the previous batch."""
+        """Whether a batch begins before the previous batch's optimizer step."""
         return False
 
     @abstractmethod
@@ -263,14 +264,14 @@ class WrappedModel(nn.Module, ABC):
         return self.module
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
-        """Join the pieces of all ranks, which are cut like parameter ``name``. Every rank must call this.
+        """Join pieces from all ranks that are cut like parameter ``name``. Every rank must call this.
 
-        It is used for optimizer state. If the parameter is replicated, ``piece`` itself is returned.
+        Checkpoints use it for optimizer state. If the parameter is replicated, ``piece`` itself is returned.
         """
         return piece
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        """Return this rank's piece of the result of :meth:`join_state`. Sends nothing."""
+        """Return this rank's piece, undoing :meth:`join_state`. Sends nothing."""
         return uncut
 
     def rank_state(self) -> dict[str, Tensor]:
@@ -278,7 +279,10 @@ class WrappedModel(nn.Module, ABC):
         return {}
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load :meth:`rank_state`, or {} if the number of ranks has changed. Every rank must call this."""
+        """Load what :meth:`rank_state` returned. Every rank must call this.
+
+        ``state`` is {} if the number of ranks has changed since.
+        """
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over the uncut model, like torch's function. All ranks call this.
@@ -298,8 +302,8 @@ class WrappedModel(nn.Module, ABC):
         """Return the trainer that replaces a loop over ``loader``, or None. Every rank must call this.
 
         Args:
-            optimizer: An optimizer of this model's parameters.
-            show: Called from any thread with a line of progress.
+            optimizer: An optimizer for this model's parameters.
+            show: Called from any thread with one progress line at a time.
 
         Raises:
             ConfigError: the strategy cannot train this.
@@ -309,20 +313,20 @@ class WrappedModel(nn.Module, ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which forward calls accumulate gradients without exchanging them.
 
-        As in DistributedDataParallel, the next backward after a forward call outside of the context sends the
-        accumulated gradients. An optimizer step before that raises ConfigError.
+        As in DistributedDataParallel, the first backward that belongs to a forward call outside the context
+        sends the accumulated gradients. An optimizer step before that raises ConfigError.
 
-        Activations are still exchanged in each call. Gradients are still exchanged in each backward where
-        mini-batches overlap (push_pull with ``weights="whole"``) or replicas of the first layer are summed.
+        Activations are still exchanged in each call. Gradients are still exchanged in each backward if
+        mini-batches overlap (push_pull with ``weights="whole"``) or if first-layer replicas are summed.
         """
         return nullcontext()
 
     def join(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, because loaders give all ranks the same number of steps."""
+        """Return a context that does nothing, because loaders give all ranks equally many steps."""
         return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the user's module, without a prefix.
+        """Return the user's module's state, without a name prefix.
 
         If ``parts.local`` is not empty, every rank must call it.
         """
@@ -331,7 +335,7 @@ class WrappedModel(nn.Module, ABC):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state of an unwrapped module. Every rank must load the same state.
+        """Load state that an unwrapped module returned. Every rank must load the same state.
 
         Raises RuntimeError if names or shapes differ (torch's own error).
         """
@@ -354,7 +358,7 @@ class WrappedModel(nn.Module, ABC):
 
 
 def _raise_for_devices(parameters: Iterable[Tensor], arguments: Iterable[Any], error: Exception) -> None:
-    """Raise ConfigError if an argument of the model is on another device than its parameters."""
+    """Raise ConfigError if an argument is on another device than the model's parameters."""
     devices = [parameter.device for parameter in parameters]
     if not devices:
         return
@@ -414,8 +418,8 @@ class Strategy(ABC):
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
         """Yield the candidates that ``dglx plan`` and ``auto`` compare, the simplest first.
 
-        The default yields one candidate without options. Tables and checkpoints name a candidate by the
-        registered name of the strategy and the options.
+        The default yields one candidate without options. Tables and checkpoints call a candidate by the
+        strategy's registered name and the options.
         """
         if context.steps or cls.traits.unit == "full_graph":
             yield Candidate(unit=cls.traits.unit)
@@ -438,23 +442,23 @@ class OpenedStrategy(ABC):
 
     @abstractmethod
     def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return the iterable of :meth:`loader`."""
+        """Make the iterable that :meth:`loader` returns."""
 
     def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return the iterable of :meth:`edge_loader`, for a strategy with ``traits.on_edges``."""
+        """Make the iterable that :meth:`edge_loader` returns, for a strategy with ``traits.on_edges``."""
         raise NotImplementedError
 
     @abstractmethod
     def make_model(self, model: nn.Module, reduction: Reduction) -> WrappedModel:
-        """Return the model of :meth:`wrap`."""
+        """Make the model that :meth:`wrap` returns."""
 
     @final
     def loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
         """Return an iterable of ``(input_nodes, output_nodes, blocks)``. Every rank must call it.
 
         Args:
-            indices: (K,) int64 seeds of this rank. May be empty.
-            sampler: A sampler of ``dgl.dataloading``.
+            indices: (K,) int64 seeds on this rank. May be empty.
+            sampler: A sampler from ``dgl.dataloading``.
         """
         return self._keep_loader(self.make_loader(indices, sampler, **loader_options))
 
@@ -462,9 +466,12 @@ class OpenedStrategy(ABC):
     def edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Any:
         """Yield ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Every rank must call this.
 
-        ``eids`` are the edge ids of this rank, or a dict of them by edge type. They may be empty. For the
-        other arguments see :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``. Raises ConfigError if the
-        strategy trains on nodes only.
+        Args:
+            eids: This rank's edge ids, or a dict that maps edge types to ids. They may be empty.
+            sampler: See :meth:`loader`. For ``loader_options`` see ``dglx_dist.DistEdgeDataLoader``.
+
+        Raises:
+            ConfigError: the strategy trains on nodes only.
         """
         if not self.strategy.traits.on_edges:
             raise ConfigError(
@@ -478,7 +485,7 @@ class OpenedStrategy(ABC):
         """Wrap ``model`` to train with the other ranks. Every rank must call it.
 
         Args:
-            model: The user's model. All ranks must build the same one. The weights of rank 0 are used.
+            model: The user's model. All ranks must build the same one. They start with rank 0's weights.
 
         Raises:
             ConfigError: the strategy cannot train this model exactly.
@@ -530,7 +537,7 @@ def check_one_type(strategy: str, g: DistGraph) -> None:
 
 
 DEFAULT_STRATEGY = "data_parallel"
-"""Name of the default strategy. Its fan-outs and batch size are the defaults of mini-batches."""
+"""Default strategy. Its fan-outs and batch size are the defaults for mini-batches."""
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
@@ -560,13 +567,13 @@ STRATEGIES: Registry[Strategy] = Registry(
 _OPENED: SessionField[WeakValueDictionary[str, OpenedStrategy]] = SessionField(
     lambda _: WeakValueDictionary()
 )
-"""Opened strategies of the session, by the label of the graph's store."""
+"""Opened strategies in the session, by the label of the graph's store."""
 
 
 def open_strategy(g: DistGraph) -> OpenedStrategy:
-    """Return the session's strategy on ``g``, the same object at each call. Every rank must call it.
+    """Return the session's strategy on ``g``, the same object at each call. All ranks call this.
 
-    Raises ConfigError if the strategy does not train on this graph, or in the cases of :func:`get_strategy`.
+    Raises ConfigError if the strategy does not train on this graph, or if :func:`get_strategy` raises it.
     """
     strategy = get_strategy(g.session)
     opened_by_label = _OPENED.get(g.session)
@@ -580,7 +587,7 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
 def get_strategy(session: Session) -> Strategy:
     """Return the session's strategy.
 
-    Raises ConfigError if an option of the session is unknown, or if strategy ``auto`` was requested but no
+    Raises ConfigError if the session has an unknown option, or if strategy ``auto`` was requested but no
     strategy has been chosen yet.
     """
     if session.strategy == AUTO:
@@ -594,13 +601,13 @@ def get_strategy(session: Session) -> Strategy:
 
 
 def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
-    """Return the canonical name of ``strategy``. None stands for DGLX_STRATEGY or the default.
+    """Resolve ``strategy`` to its registered name. None stands for DGLX_STRATEGY or the default.
 
     Args:
         auto: Whether ``auto`` is allowed, because a strategy is chosen later.
 
     Raises:
-        UnknownNameError: there is no such strategy. The message has the nearest name.
+        UnknownNameError: there is no such strategy. The message suggests the nearest name.
         ConfigError: the name is ``auto``, which is not allowed here.
     """
     name = strategy or read_settings().strategy or DEFAULT_STRATEGY
@@ -627,8 +634,8 @@ def begin(
     """Join the other ranks and start a session for ``strategy``. Every rank must call it.
 
     Args:
-        options: Options of the strategy. They override those of DGLX_OPTIONS.
-        backend: Backend of the process group, if there is no group yet.
+        options: Strategy options. They override DGLX_OPTIONS.
+        backend: Process group backend, if there is no group yet.
         check: Raises ConfigError if the session's options are wrong.
 
     Raises:
@@ -651,9 +658,9 @@ def begin(
 
 
 def count_targets(num_local: int, session: Session) -> StepShare:
-    """Return the share of a rank with ``num_local`` targets. Every rank must call it.
+    """Count the targets on all ranks, if this rank has ``num_local``. Every rank must call it.
 
-    In a loop without ``dglx_dist.DataLoader``, assign the result to ``session.step_share``.
+    In a loop without ``dglx_dist.DataLoader``, assign the resulting share to ``session.step_share``.
     """
     counts = gather_int64([num_local], session)
     return StepShare(num_local=num_local, num_global=int(counts.sum()))
@@ -687,12 +694,13 @@ def find_share(arguments: Iterable[object], session: Session) -> StepShare | Non
 
 
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
-    """Return the factor of this rank's gradient in the sum over ranks.
+    """Return the factor by which this rank's gradient enters the sum over ranks.
 
     If the loss is a mean, the factor is n_local / n_global, so that the sum is the mean over all targets. If
     the loss is a sum, the factor is 1. On a rank without targets it is 0. See "the gradient rule" in
-    docs/development/contracts.md. Raises ConfigError if the loss is a mean and the number of targets is
-    unknown.
+    docs/development/contracts.md.
+
+    Raises ConfigError if the loss is a mean and the target count is unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0

@@ -10,18 +10,18 @@ Unit: TypeAlias = Literal["mini_batch", "full_graph"]
 """Data that one step trains on."""
 
 CACHE_SIZES = (0.1, 0.5)
-"""Cache sizes to compare, as fractions of the server's own nodes."""
+"""Cache sizes to compare, each as a fraction of the server's own nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateContext:
-    """Properties of the model and the cluster that determine the candidates."""
+    """What candidates depend on, such as the model and the cluster."""
 
     ranks: int
     servers: int
     num_layers: int
     steps: int
-    """Number of mini-batches in an epoch, or 0 if there are none."""
+    """Number of mini-batches in an epoch, or 0 without mini-batches."""
     caches: tuple[float, ...] = CACHE_SIZES
 
 
@@ -34,13 +34,13 @@ class Candidate:
     """Registered name of the strategy. The planner sets it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
-    """Policy of the cache of remote rows, or None for no cache."""
+    """Cache policy for remote rows, or None for no cache."""
     cache_alpha: float = 0.0
-    """Size of the cache as a fraction of the server's own nodes."""
+    """Cache size as a fraction of the server's own nodes."""
     exact: bool = True
     """Whether training gives the same weights as one process on the same batches."""
     epochs_factor: float = 1.0
-    """Number of epochs to the same accuracy, relative to exact strategies. Assumed from the papers."""
+    """Factor on the epochs that exact strategies need for the same accuracy. Assumed from the papers."""
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def arguments(self) -> str:
-        """Options of ``dglx train`` that train this candidate."""
+        """Command-line options for ``dglx train`` that train this candidate."""
         words = [f"--strategy {self.strategy}"]
         for name, value in self.options.items():
             words.append(f"--option {name}={str(value).lower()}")

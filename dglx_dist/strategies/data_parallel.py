@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class DataParallelOptions:
-    """Options of data_parallel."""
+    """Options for data_parallel."""
 
     bucket_bytes: int = option(BUCKET_BYTES, "Bytes of gradients that are sent together.", check=at_least(1))
 
@@ -72,7 +72,7 @@ class OpenedDataParallel(OpenedStrategy):
 
 @final
 class DataParallel(Strategy):
-    """Every rank holds a replica of the model and trains on its own seeds. Gradients are summed.
+    """Every rank holds a model replica and trains on its own seeds. Gradients are summed.
 
     See :class:`DataParallelOptions` for the options.
     """
@@ -95,7 +95,7 @@ class DataParallel(Strategy):
             return
         yield Candidate(unit="mini_batch")
 
-        # A server without others fetches no rows that a cache could keep.
+        # On a single server no rows are fetched, so a cache would have nothing to keep.
         if context.servers > 1:
             for policy in ("vip", LOOK_AHEAD):
                 for alpha in context.caches:
@@ -104,17 +104,17 @@ class DataParallel(Strategy):
 
 @final
 class DataParallelModel(ReplicatedModel):
-    """A replicated model that has the gradient of single-process training on every rank.
+    """A replicated model in which every rank gets the gradient that a single process would compute.
 
     Forward never communicates, so one rank may evaluate alone. Backward is collective. Every rank must run it
     in every step, even without targets. The loader yields empty blocks for that.
 
     Several forward calls before one backward, and several backward calls before one optimizer step, give the
-    result of one process. Penalties on the weights belong in the loss if it is a mean. With
+    same result as in a single process. Penalties on the weights belong in the loss if it is a mean. With
     ``reduction="sum"`` they would be added once per rank.
 
     After each backward, floating-point buffers (running statistics) become their weighted mean over the
-    ranks. Statistics of a batch stay local, except in ``dx.nn.BatchNorm``.
+    ranks. Batch statistics stay local, except in ``dx.nn.BatchNorm``.
     """
 
     def _attach(self, model: nn.Module) -> None:
@@ -123,10 +123,10 @@ class DataParallelModel(ReplicatedModel):
         self._statistics = install_batch_norms(model, self._session, self._dropouts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module. The step's share is read from the blocks among the arguments.
+        """Call the user's module. Its blocks carry the step's share.
 
-        Raises ConfigError if the step's number of targets is unknown in training, or a parameter was unfrozen
-        after wrapping.
+        Raises ConfigError if a training step's target count is unknown, or if a parameter was unfrozen after
+        wrapping.
         """
         if not torch.is_grad_enabled() or not self._trained:
             begin_dropouts(self._dropouts, None, ())
@@ -147,9 +147,10 @@ class DataParallelModel(ReplicatedModel):
         return self._exchange.mark(output, gradient_weight(share, self._reduction))
 
     def _check_batch_norm(self, share: StepShare, args: tuple[Any, ...]) -> None:
-        """Raise ConfigError if this rank has nodes but no targets, and statistics over all ranks.
+        """Raise ConfigError if batch norms sum over all ranks and this rank has nodes but no targets.
 
-        The gradient of this rank is dropped, but other ranks need its part through the statistics.
+        Without targets this rank's gradient is dropped, but the other ranks' gradients depend on it through
+        the statistics.
         """
         if share.num_local > 0:
             return
@@ -164,7 +165,7 @@ class DataParallelModel(ReplicatedModel):
 
 
 def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:
-    """Key a pass's dropouts by the step of ``share`` and the first graph of ``arguments``, if known."""
+    """Key the dropouts in this pass by ``share``'s step and the first graph in ``arguments``, if known."""
     if not dropouts.in_use:
         return
     blocks = [argument for argument in arguments if isinstance(argument, dgl.DGLGraph) and has_rows(argument)]

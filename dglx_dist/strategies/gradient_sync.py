@@ -1,4 +1,4 @@
-"""Sums gradients of replicated parameters over the ranks during backward, and averages buffers.
+"""Sums gradients for replicated parameters over the ranks during backward, and averages buffers.
 
 Only backward communicates, and only new gradients. docs/development/decisions.md explains why
 ``DistributedDataParallel`` is not used.
@@ -35,22 +35,21 @@ from dglx_dist.strategies.base import Reduction
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 4 * 2**20
-"""Default size in bytes of gradients that are sent together."""
+"""Default bucket size in bytes. The gradients in a bucket are sent together."""
 
 PHASE = "gradients"
 
 _MAX_SCORE = 10.0
-"""Largest score that certainly has a nonzero gradient in float32. For larger scores a loss's gradient
-may round to 0."""
+"""Largest score that surely has a nonzero gradient in float32. A larger one's gradient may round to 0."""
 
 
 class Bucket:
-    """Contiguous gradients of some parameters of one dtype and device, followed by one flag for each.
+    """Contiguous gradients for parameters with equal dtype and device, followed by one flag for each.
 
-    A flag is 1 if this rank computed the gradient. If it is 0 after the sum over ranks, no rank computed the
-    gradient, and the parameter must not be changed.
+    A flag is 1 if this rank computed the gradient. If it is still 0 after the sum over ranks, no rank
+    computed the gradient, and the parameter must not be changed.
 
-    ``indices`` are the positions of the parameters in the list of all parameters.
+    ``indices`` are the parameters' positions in the exchange's parameter list.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
@@ -61,7 +60,7 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes) + num_parameters, dtype=dtype, device=device)
         *segments, self._flags = torch.split(self.flat, [*sizes, num_parameters])
         self.views: dict[int, Tensor] = {}
-        """Views of the gradients in ``flat``, by index. After the exchange they hold sums over ranks."""
+        """Views into ``flat``, one gradient each, by index. After the exchange they hold sums over ranks."""
         for index, segment, parameter in zip(indices, segments, parameters, strict=True):
             self.views[index] = segment.view(parameter.shape)
         self.missing = num_parameters
@@ -88,9 +87,10 @@ class Bucket:
         self._flags[self.indices.index(index)] = 1
 
     def find_used(self) -> dict[int, bool]:
-        """Return for each parameter whether any rank put a gradient."""
+        """Return whether any rank put a gradient, for each parameter index."""
         if self._num_computed == len(self.indices):
-            # The flags of other ranks are not needed. Reading them would make the host wait for the device.
+            # If this rank computed every gradient, other ranks' flags do not matter. Reading them would make
+            # the host wait for the device.
             return dict.fromkeys(self.indices, True)
         is_used = (self._flags > 0).cpu().tolist()
         return dict(zip(self.indices, is_used, strict=True))
@@ -120,22 +120,22 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
 
 
 class HeldGradient(NamedTuple):
-    """A gradient from under :meth:`GradientExchange.hold_gradients`, which the other ranks do not have."""
+    """A gradient that :meth:`GradientExchange.hold_gradients` kept on this rank."""
 
     local: Tensor
     """Gradient that was not sent."""
     before: Tensor | None
     """Gradient that was sent earlier."""
     shown: Tensor
-    """Sum of both, which the user sees as ``.grad``."""
+    """Sum of the two, which the user sees as ``.grad``."""
     version: int | None
-    """Version counter of ``shown`` when it was created."""
+    """Version counter in ``shown`` when it was created. It tells whether the user has changed ``shown``."""
 
 
 class GradientExchange:
-    """Sums the gradients of every ``backward`` through :meth:`mark` over all ranks.
+    """Sums gradients over all ranks in every ``backward`` that passes through :meth:`mark`.
 
-    The sums are added to previous values of ``.grad``, as in torch. A ``backward`` that does not pass a mark,
+    The sums are added to what ``.grad`` already holds, as in torch. A ``backward`` that does not pass a mark,
     and ``torch.autograd.grad``, stay on this rank. ``parameters`` must be the same list on every rank.
     """
 
@@ -157,15 +157,15 @@ class GradientExchange:
         self.waited_s = 0.0
         """Seconds waited since the start or the last reset. Push-pull adds its waiting for shares."""
         self.after: Callable[[float], None] = lambda weight: None
-        """Function to call with the weight at the end of every exchanging backward, on every rank."""
+        """Called with the weight when an exchanging backward ends, on every rank."""
         self.delay = 0
-        """Number of backward calls after which their sums are written to ``.grad``, to overlap compute."""
+        """Number of later backward calls before a call's sums reach ``.grad``, to overlap compute."""
         self._pending: deque[tuple[list[Bucket], list[Any]]] = deque()
-        """Buckets and running sums of finished backward calls, the oldest first. Empty without a delay."""
+        """Buckets and running sums from finished backward calls, the oldest first. Empty without a delay."""
         self._in_hold_block = False
         """Whether forward calls run under :meth:`hold_gradients` now."""
         self._backward_is_held = False
-        """Whether the gradients of the running backward call stay on this rank."""
+        """Whether the running backward call keeps its gradients on this rank."""
         self._held: dict[int, HeldGradient] = {}
         self._hooks = [
             _on_accumulation(parameter, self._make_hook(index))
@@ -174,7 +174,7 @@ class GradientExchange:
         self._unwatch = watch_steps(GradientExchange.refuse_held, self)
         self._is_closed = False
         self.warns_of_gaps = True
-        """Whether to warn the user of seeds without targets, which change a mean loss."""
+        """Whether to warn the user about seeds without targets, which change a mean loss."""
 
     def mark(self, output: Any, weight: float) -> Any:
         """Return the (nested) ``output`` so that backward through its tensors exchanges with ``weight``.
@@ -187,13 +187,13 @@ class GradientExchange:
                 "on this rank; wrap the model again"
             )
 
-        # With a delay, sums of several backward calls may be running, so nothing is held.
+        # With a delay, sums from several backward calls may be running, so nothing is held.
         is_held = self._in_hold_block and not self.delay and self._session.topology.world_size > 1
 
         def mark_outputs(*outputs: Tensor) -> tuple[Tensor, ...]:
             anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
-            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(). So the
-            # results of torch.autograd.grad() are not summed.
+            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(). So results
+            # from torch.autograd.grad() are not summed.
             _on_accumulation(anchor, lambda _: self._begin(weight, is_held))
 
             # A user's hook on an unused parameter would be called with None, so such parameters are left out.
@@ -219,7 +219,7 @@ class GradientExchange:
 
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
-        """Keep gradients on this rank. The next backward of a forward call after the block sends them."""
+        """Keep gradients on this rank. The first backward that belongs to a later forward call sends them."""
         previous = self._in_hold_block
         self._in_hold_block = True
         try:
@@ -228,12 +228,12 @@ class GradientExchange:
             self._in_hold_block = previous
 
     def add_delayed(self) -> None:
-        """Add the oldest pending sums, if any, to ``.grad``. Every rank must call it."""
+        """Add the oldest pending sums to ``.grad``, if there are any. Every rank must call it."""
         for index, total in self._wait_oldest(0).items():
             parameter = self._parameters[index]
             if total is None:
                 continue
-            # The sum is a view of a bucket, which is used again.
+            # The sum is a view into a bucket that will be used again.
             if parameter.grad is None:
                 parameter.grad = total.clone()
             else:
@@ -247,10 +247,10 @@ class GradientExchange:
         return waited
 
     def watch_gaps(self, scores: Tensor) -> None:
-        """Warn once, in backward, if seeds of this step have no part in a rank's mean loss.
+        """Warn once, in backward, if some seeds in this step do not take part in a rank's mean loss.
 
-        The gradient of their rows of ``scores`` is 0, or NaN for a mean over no targets. Scores on a GPU are
-        not checked, because steps must not wait for the device.
+        Such seeds get the gradient 0 in their rows of ``scores``, or NaN for a mean over no targets. Scores
+        on a GPU are not checked, because steps must not wait for the device.
         """
         session = self._session
         session.is_loss_exact = False
@@ -288,7 +288,7 @@ class GradientExchange:
             log.warning("rank %d: %s", rank, message)
 
     def _begin(self, weight: float, is_held: bool) -> None:
-        """Prepare the buckets at the first mark of a backward call. Later marks must have the same weight."""
+        """Prepare the buckets at the first mark in a backward call. Later marks must have the same weight."""
         graph_task = current_backward()
         if graph_task == self._graph_task:
             if weight != self._weight:
@@ -310,7 +310,7 @@ class GradientExchange:
         self._weight = weight
         self._backward_is_held = is_held
         self._sent_gradients = [self._get_sent_gradient(index) for index in range(len(self._parameters))]
-        # The gradient of this backward call must be separate, because only this one is sent.
+        # This backward call's gradient must stay apart from earlier ones, because only this one is sent.
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -376,7 +376,7 @@ class GradientExchange:
         return add_gradient
 
     def _add_gradient(self, index: int, parameter: Tensor) -> None:
-        """Store the gradient that backward has just computed in its bucket, and send full buckets."""
+        """Put the gradient that backward has just computed into its bucket, and send full buckets."""
         if self._graph_task == NO_BACKWARD:
             return
         if current_backward() != self._graph_task:
@@ -392,7 +392,7 @@ class GradientExchange:
 
         gradient = parameter.grad
         if gradient is None:
-            # No output of this rank depends on the parameter. The hook runs because of the mark.
+            # No output on this rank depends on the parameter. The hook runs because of the mark.
             return
         if gradient.layout != torch.strided:
             raise ConfigError(
@@ -438,7 +438,7 @@ class GradientExchange:
 
     def _finish(self) -> None:
         """Write the sums to ``.grad`` at the end of a backward call, or hold this rank's gradients."""
-        # Held gradients of parameters that this backward call did not reach are sent, too.
+        # Parameters that this backward call did not reach may have held gradients. They are sent, too.
         for index, held in self._held.items():
             self._bucket_of[index].add(index, held.local)
         self._held.clear()
@@ -451,7 +451,7 @@ class GradientExchange:
         self._sent_gradients = []
 
     def _exchange_buckets(self) -> dict[int, Tensor | None]:
-        """Send the remaining buckets. Return the sums of this backward call, or of an earlier one."""
+        """Send the remaining buckets. Return this backward call's sums, or those from an earlier one."""
         self._send_full_buckets(incomplete=True)
         self._pending.append((self._buckets, self._in_flight))
         self._in_flight = []
@@ -461,20 +461,20 @@ class GradientExchange:
         return self._wait_oldest(self.delay)
 
     def _hold(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Keep this rank's gradients, and show the user their sums with what was sent before."""
+        """Keep this rank's gradients, and show the user what was sent before plus the held gradients."""
         for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             gradient = gradients.get(index)
             parameter.grad = sent
             if gradient is None:
                 continue
-            # The gradient is a view of a bucket, which is used again.
+            # The gradient is a view into a bucket that will be used again.
             unsent = gradient.clone()
             shown = unsent if sent is None else sent + unsent
             parameter.grad = shown
             self._held[index] = HeldGradient(unsent, sent, shown, get_version(shown))
 
     def _write_sums(self, sums: Mapping[int, Tensor | None]) -> None:
-        """Add ``sums`` to the gradients of earlier backward calls."""
+        """Add ``sums`` to the gradients that earlier backward calls left."""
         for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             total = sums.get(index)
             if total is None:
@@ -482,13 +482,13 @@ class GradientExchange:
             elif sent is not None:
                 parameter.grad = sent.add_(total)
             elif parameter.grad is not None:
-                # Copying into the tensor of backward saves an allocation.
+                # Copying into the tensor that backward made saves an allocation.
                 parameter.grad.copy_(total)
             else:
                 parameter.grad = total.clone()
 
     def _wait_oldest(self, delay: int) -> dict[int, Tensor | None]:
-        """Return the sums of the oldest backward call, or {} if at most ``delay`` calls are pending.
+        """Return the oldest backward call's sums, or {} if at most ``delay`` calls are pending.
 
         A sum is None if no rank has a gradient.
         """
@@ -516,7 +516,7 @@ def _collect_sums(buckets: Iterable[Bucket]) -> dict[int, Tensor | None]:
 
 
 def _count_gaps(scores: Tensor, gradients: Tensor) -> int:
-    """Return the number of rows of ``gradients`` that are NaN, or 0 although their scores are not large."""
+    """Count the rows in ``gradients`` that are NaN, or that are 0 although their scores are not large."""
     is_zero = (gradients == 0).all(1)
     if is_zero.any():
         is_zero &= scores.abs().amax(1) <= _MAX_SCORE
@@ -525,10 +525,10 @@ def _count_gaps(scores: Tensor, gradients: Tensor) -> int:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity of the outputs, with an anchor. The gradient of the anchor signals a backward.
+    """Identity function on the outputs, with an anchor. The anchor's gradient signals that backward runs.
 
     The parameters get no gradient from here. But as they are inputs, their gradients are accumulated after
-    the anchor's, even the gradient of a penalty on a parameter that the outputs do not depend on.
+    the anchor's. That holds even for a penalty on a parameter that the outputs do not depend on.
     """
 
     @staticmethod
@@ -577,9 +577,9 @@ class BufferMeans:
     def average(self, weight: float) -> None:
         """Average the changes since the last call over the ranks. Every rank must call it.
 
-        ``weight`` is the weight of this rank in the step if the loss is a mean.
+        ``weight`` is this rank's weight in the step if the loss is a mean.
         """
-        # A model without buffers may get some in its first call, such as caches of constants.
+        # A model without buffers may get some in its first call, such as cached constants.
         world_size = self._session.topology.world_size
         if world_size == 1 or not self._values:
             return

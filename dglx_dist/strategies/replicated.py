@@ -16,7 +16,7 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange
 
 
 class ReplicatedModel(WrappedModel):
-    """A model that is replicated on every rank. Its gradients and the changes of its buffers are summed.
+    """A model that is replicated on every rank. Gradients and buffer changes are summed over the ranks.
 
     ``options`` are the strategy's options. They must include ``bucket_bytes``.
     """
@@ -71,7 +71,7 @@ class ReplicatedModel(WrappedModel):
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:
-    """Overwrite parameters and buffers with those of rank 0, in place. Every rank must call it.
+    """Overwrite parameters and buffers with rank 0's values, in place. Every rank must call it.
 
     The ledger counts one copy from rank 0 to each other rank, in phase ``weights``.
     """
@@ -93,7 +93,7 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
 def check_same_model(
     model: nn.Module, session: Session, settings: str = "", reduction: Reduction = "mean"
 ) -> None:
-    """Raise ConfigError if the models of the ranks differ or ``reduction`` is unknown. All ranks call this.
+    """Raise ConfigError if the ranks' models differ or ``reduction`` is unknown. Every rank must call this.
 
     The check compares names, shapes, dtypes, devices, frozen parameters, ``settings`` and ``reduction``. Each
     model must be on one device.
@@ -111,8 +111,8 @@ def check_same_model(
         name_by_device[buffer.device] = name
         description.append(f"{name} {_describe_kind(buffer)}")
 
-    # Two GPUs have the same kind, so the number of devices is compared too. It comes last because a
-    # difference in a parameter is more precise.
+    # Two GPUs look the same in this comparison, so it also covers how many devices there are. That comes
+    # last, because a differing parameter makes a more precise message.
     num_devices = len(name_by_device)
     devices = "all of it on one device"
     if num_devices > 1:
@@ -121,7 +121,7 @@ def check_same_model(
     remedy = "build the model from the same configuration on every rank"
     check_equal(session, "the wrapped model", description, remedy)
 
-    # All ranks have the same devices here, so the following errors are raised on all of them.
+    # All ranks have the same devices here, so the errors below are raised on every rank.
     meta_name = name_by_device.get(torch.device("meta"))
     if meta_name is not None and session.device.type != "meta":
         raise ConfigError(
@@ -135,6 +135,6 @@ def check_same_model(
 
 
 def _describe_kind(tensor: Tensor) -> str:
-    # Ranks have different GPUs, but the same type of device.
+    # Ranks have different GPUs, but the same device type.
     location = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{location}".replace("torch.", "")

@@ -1,4 +1,4 @@
-"""Edge batches in full-graph training: blocks of the graph, and pair graphs with rows from all ranks."""
+"""Edge batches in full-graph training. Blocks cover the graph, and pair graphs get rows from all ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 def read_edge_request(
     strategy: str, g: DistGraph, options: FullGraphOptions, arguments: Mapping[str, Any]
 ) -> EdgeOptions:
-    """Check the arguments of an edge loader of ``strategy``. Every rank must call it.
+    """Check the arguments for an edge loader of ``strategy``. Every rank must call it.
 
-    Raises ConfigError if they need other blocks in each step, or the strategy's options do.
+    Raises ConfigError if the arguments or the strategy's options need other blocks in each step.
     """
     checked = read_edge_options(g, **arguments)
     read_sampler(checked.sampler).refuse_trees(strategy, checked.options.disjoint)
@@ -62,7 +62,7 @@ def read_edge_request(
 
 @final
 class GraphBlocks(NodeMaker):
-    """The stages of batches that all have the graph's blocks. They are completed when delivered."""
+    """The stages for batches that all use the graph's own blocks. They are completed on delivery."""
 
     def __init__(self, g: DistGraph, batch: HaloBatch, planner: PairPlanner) -> None:
         super().__init__(g, Columns())
@@ -80,7 +80,7 @@ class GraphBlocks(NodeMaker):
         raise ConfigError("a batch of edges of a full-graph strategy has blocks of its own rank only")
 
     def check_previous(self) -> None:
-        """Raise ConfigError if the loop scored pairs of the previous batch without ``gather_pair_rows``."""
+        """Raise ConfigError if the loop scored the previous batch's pairs without ``gather_pair_rows``."""
         # Backward checks this too, but an evaluation has none.
         previous = self._previous
         # After an error, the next iteration begins anew.
@@ -106,9 +106,9 @@ class GraphBlocks(NodeMaker):
 class FullGraphEdgeLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
     """Iterates over ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Every rank must iterate.
 
-    Each step passes messages over the graph once. The blocks of a rank compute rows of its own nodes.
-    ``gather_pair_rows`` turns them into the rows of the nodes of the pair graphs. A batch has
-    ``edge_batches_per_step`` times ``batch_size`` edges of each rank.
+    Each step passes messages over the graph once. A rank's blocks compute rows for its own nodes.
+    ``gather_pair_rows`` turns them into rows for the pair graphs' nodes. A batch has
+    ``edge_batches_per_step`` times ``batch_size`` edges from each rank.
     """
 
     def __init__(

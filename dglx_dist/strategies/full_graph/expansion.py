@@ -1,6 +1,6 @@
-"""Neighbourhood of a server: k-hop expansion, expansion-aware sampling and split over ranks (GraNNDis).
+"""A server's neighbourhood: k-hop expansion, expansion-aware sampling and split over ranks (GraNNDis).
 
-This module also composes the seeds of cooperative batches. See docs/strategies/shared_preload.md.
+This module also composes the seeds for cooperative batches. See docs/strategies/shared_preload.md.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from dglx_dist.strategies.full_graph.graph_types import GraphStructure, UnifiedG
 from dglx_dist.strategies.full_graph.halo_plan import RowPositions
 
 PRELOAD_STRUCTURE = "preload_structure"
-"""Ledger phase of fetched in-edges: 8 bytes per remote row, 24 per in-edge."""
+"""Ledger phase for fetched in-edges: 8 bytes per remote row, 24 per in-edge."""
 
 CHUNK = 1 << 16
 """Rows per request for in-edges."""
@@ -32,11 +32,11 @@ _AHEAD = 2
 """Number of requests in flight while one is processed."""
 
 Selection: TypeAlias = Callable[[GraphStructure, tuple[int, int], Array], Array]
-"""Function that selects the nodes that a server may use (expansion-aware sampling).
+"""Selects the nodes that a server may use (expansion-aware sampling).
 
-It maps (structure, half-open range of the server's own nodes, (K,) ascending int64 seeds of the server) to
-(n,) ascending int64 ids, including the seeds. It is called on the leader of each server and must not use
-collectives."""
+It maps (structure, half-open range with the server's own nodes, (K,) ascending int64 server seeds) to (n,)
+ascending int64 ids, including the seeds. It is called on each server's leader and must not use collectives.
+"""
 
 
 @final
@@ -45,28 +45,28 @@ class KHopNeighborhood:
     """The rows that one server computes: R^0, R^1, ..., R^L, each a subset of the one before."""
 
     nodes: Array
-    """(n,) int64 global ids of R^0, sorted by the last level that has them (latest first), then by id."""
+    """(n,) int64 global ids in R^0, sorted by the last level that has them (latest first), then by id."""
     counts: Array
     """(L + 1,) int64. R^l is ``nodes[:counts[l]]``."""
     indptr: Array
-    """(counts[1] + 1,) int64. The in-edges of row p of R^1 are at ``indptr[p]:indptr[p + 1]``."""
+    """(counts[1] + 1,) int64. Row p in R^1 has its in-edges at ``indptr[p]:indptr[p + 1]``."""
     sources: Array
-    """(E,) int64 global ids. Above level ``hops`` some are rows of other servers."""
+    """(E,) int64 global ids. Above level ``hops`` some are rows on other servers."""
     edge_ids: Array
     """(E,) int64 global edge ids."""
     holders: Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """(n,) int32 rank of each row. Empty until the rows are split."""
+    """(n,) int32 rank that holds each row. Empty until the rows are split."""
 
     @property
     def in_degrees(self) -> Array:
-        """(n,) int64 in-degrees, 0 for rows of level 0 only, because their in-edges are not needed."""
+        """(n,) int64 in-degrees. 0 for rows that only level 0 has, because their in-edges are not needed."""
         degrees = np.zeros(len(self.nodes), dtype=np.int64)
         degrees[: len(self.indptr) - 1] = np.diff(self.indptr)
         return degrees
 
 
 def iterate_in_edges(structure: GraphStructure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
-    """Yield chunks of the (K,) int64 ``nodes`` with all their in-edges, in the order of the nodes."""
+    """Yield the (K,) int64 ``nodes`` in chunks, in their order, with all their in-edges."""
     pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
     for start in range(0, len(nodes), CHUNK):
         chunk = nodes[start : start + CHUNK]
@@ -90,7 +90,7 @@ def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
 
 
 def _split_relations(structure: GraphStructure, edges: InEdges) -> Iterator[InEdges]:
-    """Yield the ``edges`` of each edge type."""
+    """Yield the ``edges`` separately for each edge type."""
     if not isinstance(structure, UnifiedGraph):
         yield edges
         return
@@ -100,10 +100,10 @@ def _split_relations(structure: GraphStructure, edges: InEdges) -> Iterator[InEd
 
 
 Composition: TypeAlias = Literal["random", "ordered"]
-"""How seeds are grouped into batches: at random, or neighbouring seeds together (ordered)."""
+"""Way to group seeds into batches: at random, or with neighbouring seeds together (ordered)."""
 
 _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
-"""Random stream of the composition, disjoint from those of samplers and external nodes."""
+"""Random stream for the composition. Samplers and external nodes use other streams."""
 
 
 def compose_batches(
@@ -114,15 +114,14 @@ def compose_batches(
     seed: int,
     clusters: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Split the (n,) int64 ascending distinct seeds of this server into ascending cooperative batches.
+    """Split the (n,) int64 ascending distinct seeds on this server into ascending cooperative batches.
 
-    The result is equal on every rank of the server, because random numbers are keyed by (seed, node). Sizes
-    differ by at most 1. If there are more batches than seeds, some are empty. All epochs have the same
-    batches.
+    All ranks on the server get the same result, because random numbers are keyed by (seed, node). Sizes
+    differ by at most 1. With more batches than seeds, some are empty. All epochs have the same batches.
 
     Args:
         clusters: (n,) int64 cluster of each seed, by which ``ordered`` groups them. By default seeds are
-            grouped by id, so seeds of one part of the dataset are together.
+            grouped by id, so seeds from one dataset part are together.
     """
     if composition == "ordered":
         order = np.arange(len(seeds)) if clusters is None else np.argsort(clusters, kind="stable")
@@ -134,11 +133,11 @@ def compose_batches(
 def cluster_seeds(
     structure: GraphStructure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int
 ) -> Array:
-    """Return the (s,) int64 cluster of each seed. Clusters have about equal numbers of seeds.
+    """Return the (s,) int64 cluster of each seed. Clusters have about equally many seeds.
 
-    The subgraph of the server's own ``nodes``, (n,) int64 ascending, is partitioned by METIS. The (s,)
-    ``seeds`` are a subset of them. Nothing is sent, because ``structure`` has these in-edges in the memory of
-    this server.
+    METIS partitions the subgraph that the server's own ``nodes``, (n,) int64 ascending, induce. The (s,)
+    ``seeds`` are a subset of these nodes. Nothing is sent, because ``structure`` has these in-edges in this
+    server's memory.
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
@@ -173,7 +172,7 @@ def choose_external(
 ) -> Array:
     """Choose at most ``fanout`` sources for each node. Return (c,) int64 sources, possibly with duplicates.
 
-    Candidates of a node are ranked by score, then by a random number keyed by (stream, node, candidate). So a
+    A node's candidates are ranked by score, then by a random number keyed by (stream, node, candidate). So a
     larger fan-out chooses a superset.
 
     Args:
@@ -195,7 +194,7 @@ def choose_external(
         count = 0
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
-            # Parallel edges do not raise the probability of a neighbour.
+            # Parallel edges do not make a neighbour more probable.
             position = np.searchsorted(exclude, source)
             is_excluded = position < len(exclude) and exclude[position] == source
             if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
@@ -236,7 +235,7 @@ ALL = -1
 """Fan-out that selects every external in-neighbour."""
 
 _EAS_STREAM = 1 << 20
-"""Random stream of the selection, disjoint from those of samplers."""
+"""Random stream for the selection. Samplers use other streams."""
 
 
 @final
@@ -255,7 +254,7 @@ class EasOptions:
 
 
 def make_selection(options: EasOptions, *, seed: int) -> Selection:
-    """Make the :data:`Selection` of plans. It selects once per server unless ``inner`` is "batch"."""
+    """Make the :data:`Selection` for plans. It selects once per server unless ``inner`` is "batch"."""
     selected_nodes: dict[tuple[int, int], Array] = {}
 
     def select_nodes(structure: GraphStructure, own_range: tuple[int, int], seeds: Array) -> Array:
@@ -274,13 +273,13 @@ def select_external(
 ) -> Array:
     """Expand the (n,) int64 ascending ``inner`` nodes to the (s,) int64 ascending selected nodes.
 
-    ``own_range`` is the half-open node range of the server. See "Expansion-aware sampling" in
-    docs/strategies/shared_preload.md. The result does not depend on the rank, because random numbers are
-    keyed by (seed, node). For a given seed, more hops select a superset, and so does a larger fan-out with at
-    most 2 hops. With more hops, a larger fan-out may reach a node in an earlier round and select others.
+    ``own_range`` is the server's half-open node range. See "Expansion-aware sampling" in
+    docs/strategies/shared_preload.md. All ranks get the same result, because random numbers are keyed by
+    (seed, node). For a given seed, more hops select a superset, and so does a larger fan-out with at most 2
+    hops. With more hops, a larger fan-out may reach a node in an earlier round and select others.
 
-    Each round sends 8 bytes for each frontier node of another server and receives 24 for each of its
-    in-edges. ``degree`` also sends and receives 8 bytes for each external candidate.
+    Each round sends 8 bytes for each frontier node on another server and receives 24 for each in-edge into
+    it. ``degree`` also sends and receives 8 bytes for each external candidate.
     """
     selected = inner
     frontier = inner
@@ -295,8 +294,8 @@ def select_external(
         values[is_candidate] = structure.in_degrees(distinct_sources[is_candidate], outside)
         return values[distinct_index]
 
-    # A node is in one frontier only. Its choice must not depend on the round, so that selections for several
-    # m and k contain each other.
+    # A node is in one frontier only. Its choice must not depend on the round. Otherwise the selections for
+    # several m and k would not contain each other.
     for _ in range(options.hops):
         external = [np.empty(0, np.int64)]
         for nodes, chunk in iterate_in_edges(structure, frontier):
@@ -334,22 +333,25 @@ def write_neighborhood(folder: Path, neighborhood: KHopNeighborhood) -> None:
 
 
 def read_neighborhood(folder: Path) -> KHopNeighborhood:
-    """Map the arrays of :func:`write_neighborhood`. The files may be removed while the result is in use."""
+    """Map the arrays that :func:`write_neighborhood` wrote. Their files may be removed meanwhile."""
     return KHopNeighborhood(**{path.stem: map_array(path, "r") for path in folder.iterdir()})
 
 
 MAX_GROUPS = 4
-"""Maximum number of groups of layers that are balanced. METIS rarely satisfies more constraints."""
+"""Maximum number of layer groups that are balanced. METIS rarely satisfies more constraints."""
 
 TOLERANCE = 0.1
-"""Allowed relative imbalance of the work of a group."""
+"""Allowed relative imbalance within a group's work."""
 
 
 def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
-    """Return the (n,) int32 rank, in [0, num_ranks), of every row of a server. A rank may get none.
+    """Assign every row on a server to a rank. A rank may get none.
 
     Ranks wait for each other at every layer, so METIS balances each group of layers. All sources must be
     rows, so ``hops`` must be above 0.
+
+    Returns:
+        (n,) int32 ranks, in [0, num_ranks).
     """
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:
@@ -371,17 +373,17 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
 
 
 def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
-    """Return the work that each row causes in each of a few groups of layers.
+    """Return the work that each row causes in each of a few layer groups.
 
-    Layers that compute the same number of rows form one group. If there are more than :data:`MAX_GROUPS`
-    groups, adjacent ones are merged.
+    Layers that compute equally many rows form one group. If there are more than :data:`MAX_GROUPS` groups,
+    adjacent ones are merged.
 
     Returns:
-        By name of the group, the (n,) int64 work of the rows. A layer that computes a row adds the in-degree
-        of its node and 1.
+        By group name, the (n,) int64 work that each row causes. A layer that computes a row adds its node's
+        in-degree and 1.
     """
-    # Rows are in the order of their hops. A layer that computes c rows computes the first c of them. The
-    # first count is the one of the inputs, which no layer computes.
+    # Rows are sorted by hop. A layer that computes c rows computes the first c. The first count is skipped,
+    # because no layer computes the inputs.
     rows_of_layer = closure.counts[1:]
     distinct_numbers = np.unique(rows_of_layer)
     groups = np.array_split(distinct_numbers, min(len(distinct_numbers), MAX_GROUPS))
@@ -391,7 +393,7 @@ def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
     work_by_group = {}
     for group_index, numbers in enumerate(groups):
         rows_of_group = np.sort(rows_of_layer[np.isin(rows_of_layer, numbers)])
-        # Count the layers of the group that compute more rows than the row's index.
+        # Find out how many layers in the group compute more rows than the row's index.
         num_without_row = np.searchsorted(rows_of_group, row_indices, side="right")
         num_layers = len(rows_of_group) - num_without_row
         work_by_group[f"layers_{group_index}"] = num_layers * work_per_layer

@@ -1,4 +1,4 @@
-"""Graphs of several types as graphs of one type: ids over all types, and plans split by type.
+"""Graphs with several types as graphs with one type: ids over all types, and plans split by type.
 
 Plans are made with *unified* ids, which number the nodes of all types rank by rank, and type by type within a
 rank. So each rank and each server owns one range. Edges have unified ids, too.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class MaskedStructure:
     """The in-edges that an edge column marks with a number other than 0.
 
-    For each edge of another server it sends 8 bytes and receives the column's value.
+    For each edge on another server it sends 8 bytes and receives the column's value.
     """
 
     def __init__(self, structure: Structure, store: KVStore, key: str) -> None:
@@ -38,7 +38,7 @@ class MaskedStructure:
         self._key = key
 
     def submit(self, op: str, nodes: Array, *, phase: str) -> Callable[[], InEdges]:
-        """Request the marked in-edges of nodes, as ``Structure.submit``."""
+        """Request the marked in-edges into ``nodes``, as ``Structure.submit``."""
         wait = self._structure.submit(op, nodes, phase=phase)
 
         def wait_for_marked() -> InEdges:
@@ -48,18 +48,18 @@ class MaskedStructure:
         return wait_for_marked
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) int64 number of all in-edges, marked or not, as ``Structure.in_degrees``."""
+        """Count all in-edges, marked or not, as ``Structure.in_degrees`` does. Return (K,) int64."""
         return self._structure.in_degrees(nodes, outside)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class UnifiedGraph:
-    """The in-edges of all types over unified ids. It has the methods of a ``Structure`` that plans need."""
+    """In-edges of all types over unified ids, with those ``Structure`` methods that plans need."""
 
     ntypes: tuple[str, ...]
     structures: Mapping[EdgeType, Structure | MaskedStructure]
-    """In-edges of each edge type over the ids of its node types."""
+    """In-edges by edge type, in the typed ids of source and destination."""
     nodes: IdRanges
     """Unified node ids, by type and rank."""
     edges: IdRanges
@@ -74,10 +74,11 @@ class UnifiedGraph:
         bounds: Mapping[str, Array] | None = None,
         topology: Topology | None = None,
     ) -> UnifiedGraph:
-        """Return the in-edges of ``g``, or only those that the edge column ``mask`` marks.
+        """Return the in-edges in ``g``, or only those that the edge column ``mask`` marks.
 
-        ``bounds`` are the (S + 1,) first nodes of each server by node type, and ``topology`` has its ranks.
-        By default they are those of the session.
+        Args:
+            bounds: (S + 1,) first node on each server, by node type. By default the session's.
+            topology: Ranks on these servers. By default the session's.
         """
         if bounds is None:
             bounds = {ntype: g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes}
@@ -92,11 +93,11 @@ class UnifiedGraph:
 
     @cached_property
     def rank_bounds(self) -> Array:
-        """(W + 1,) int64 first unified id of each rank, and the end."""
+        """(W + 1,) int64 first unified id on each rank, and the end."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.nodes.counts.sum(axis=0))])
 
     def submit(self, op: str, nodes: Array, *, phase: str) -> Callable[[], InEdges]:
-        """Request in-edges of nodes, as ``Structure.submit``. Edges of a node are ordered by type first."""
+        """Request in-edges into ``nodes``, as ``Structure.submit``. Per node they are ordered by type."""
         kinds, ids = self.nodes.to_typed(nodes)
         pending = []
         for etype, structure in self.structures.items():
@@ -105,7 +106,7 @@ class UnifiedGraph:
         return lambda: self._join(len(nodes), [(positions, wait()) for positions, wait in pending])
 
     def _join(self, num_nodes: int, pieces: list[tuple[Array, InEdges]]) -> InEdges:
-        """Join the in-edges of each edge type. Each piece has the positions of its nodes."""
+        """Join the in-edges from all edge types. Each piece starts with its nodes' positions."""
         counts = np.zeros((num_nodes, len(pieces)), np.int64)
         for number, (positions, edges) in enumerate(pieces):
             counts[positions, number] = np.diff(edges.indptr)
@@ -113,7 +114,7 @@ class UnifiedGraph:
         sources = np.empty(starts[-1], np.int64)
         edge_ids = np.empty(starts[-1], np.int64)
 
-        # The in-edges of a node are grouped by edge type, so each group is moved to its start.
+        # A node's in-edges are grouped by edge type, so each group is moved to its start.
         for number, (source_type, _, _) in enumerate(self.structures):
             positions, edges = pieces[number]
             shifts = starts[positions * len(pieces) + number] - edges.indptr[:-1]
@@ -123,7 +124,7 @@ class UnifiedGraph:
         return InEdges(indptr=starts[:: len(pieces)], sources=sources, edge_ids=edge_ids)
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) int64 number of in-edges of all types, as ``Structure.in_degrees``."""
+        """Count in-edges over all types, as ``Structure.in_degrees`` does. Return (K,) int64."""
         kinds, ids = self.nodes.to_typed(nodes)
         total = np.zeros(len(nodes), np.int64)
         for (source, _, destination), structure in self.structures.items():
@@ -137,25 +138,26 @@ class UnifiedGraph:
         kind = self.ntypes.index(ntype)
         starts = self.nodes.starts[kind]
         counts = self.nodes.counts[kind]
-        # Each rank has a range of the type. The nodes before a bound are counted in each of these ranges.
+        # Each rank has one range per type. The nodes before a bound are counted in each of these ranges.
         begin, end = (int(np.clip(bound - starts, 0, counts).sum()) for bound in unified_range)
         return begin, end
 
     def unify(self, ids: Mapping[str, Array]) -> Array:
-        """Return the (K,) int64 unified node ids by type."""
+        """Return the (K,) int64 unified node ids for typed ``ids``."""
         unified_ids = [NO_IDS]
         for ntype, typed_ids in ids.items():
             unified_ids.append(self.nodes.from_typed(self.ntypes.index(ntype), typed_ids))
         return np.concatenate(unified_ids)
 
     def find_relations(self, edge_ids: Array) -> Array:
-        """Return the (K,) int64 number of the edge type of each unified edge id."""
+        """Return the (K,) int64 edge type number for each unified edge id."""
         return self.edges.locate(edge_ids)[0]
 
     def split(self, plan: RankPlan) -> TypedPlan:
-        """Return ``plan``, which has unified ids, by type.
+        """Split ``plan``, which has unified ids, by type.
 
-        Rows and edges of a type keep their order. So a layer's rows are still a prefix of those before.
+        Rows and edges keep their order within a type. So a layer's rows are still a prefix of the previous
+        layer's.
         """
         kinds, ids = self.nodes.to_typed(plan.nodes)
         splitter = _Splitter(self, kinds, plan)
@@ -174,13 +176,15 @@ GraphStructure: TypeAlias = Structure | MaskedStructure | UnifiedGraph
 @final
 @dataclass(frozen=True, kw_only=True)
 class TypedLayer:
-    """The layer of a plan by node and edge type, in the types' ids."""
+    """One layer in a plan, by node and edge type, with typed ids."""
 
     rows: Mapping[str, HaloLayer]
-    """Own rows and halo of each node type, without edges."""
+    """Own rows and halo by node type, without edges."""
     relations: Mapping[EdgeType, HaloLayer]
-    """Block of each edge type. Its sources are the rows of the source type. Its targets are the first own
-    rows of the destination type."""
+    """One block per edge type.
+
+    Its sources are the source type's rows. Its targets are the destination type's first own rows.
+    """
     skipped: frozenset[EdgeType] = frozenset()
     """Edge types without edges on any rank."""
 
@@ -188,20 +192,20 @@ class TypedLayer:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TypedPlan:
-    """The plan of one rank by node and edge type."""
+    """One rank's plan by node and edge type."""
 
     nodes: Mapping[str, Array]
-    """(n,) int64 ids of the feature rows of this rank."""
+    """(n,) int64 ids of this rank's feature rows."""
     layers: tuple[TypedLayer, ...]
     """The L layers, input layer first. Equal layers are one object."""
 
     def targets(self) -> dict[str, Array]:
-        """Return the ids of this rank's seeds by node type."""
+        """Return this rank's seed ids by node type."""
         return {ntype: self.nodes[ntype][: rows.targets] for ntype, rows in self.layers[-1].rows.items()}
 
 
 def find_bounds(g: DistGraph) -> Array:
-    """Return the (S + 1,) int64 first unified id of each server, and the end."""
+    """Return the (S + 1,) int64 first unified id on each server, and the end."""
     return np.sum([g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes], axis=0)
 
 
@@ -220,7 +224,7 @@ def _open_structure(g: DistGraph, etype: EdgeType, mask: str | None) -> Structur
 
 
 def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
-    """Return the (K,) int64 unified node ids by type. For one type these are its ids."""
+    """Return the (K,) int64 unified node ids for typed ``ids``. With one type, both are the same."""
     if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g).unify(ids)
     (own_ids,) = ids.values()
@@ -228,7 +232,7 @@ def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
 
 
 def split_nodes(g: DistGraph, nodes: Array) -> dict[str, Array]:
-    """Return the ids of the (K,) unified ``nodes`` by type, in their order."""
+    """Split the (K,) unified ``nodes`` by type, and return typed ids in the same order."""
     if g.is_homogeneous:
         return {g.ntypes[0]: nodes}
     kinds, ids = UnifiedGraph.from_graph(g).nodes.to_typed(nodes)
@@ -236,7 +240,7 @@ def split_nodes(g: DistGraph, nodes: Array) -> dict[str, Array]:
 
 
 def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
-    """Return ``plan`` by the types of ``g``. Sends nothing."""
+    """Split ``plan`` by the types in ``g``. Sends nothing."""
     if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g).split(plan)
     (ntype,) = g.ntypes
@@ -248,7 +252,7 @@ def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
 
 @final
 class _Splitter:
-    """Splits the layers of ``plan`` by type. ``kinds`` are the numbers of the types of the plan's nodes."""
+    """Splits the layers in ``plan`` by type. ``kinds`` are type numbers for the plan's nodes."""
 
     def __init__(self, graph: UnifiedGraph, kinds: Array, plan: RankPlan) -> None:
         self._graph = graph
@@ -267,7 +271,7 @@ class _Splitter:
             is_halo = halo_kinds == kind
             rows[ntype] = self._rows_of_type(layer, kind, halo_ids[is_halo], is_halo)
 
-        # Sources of a type are its own rows and then its halo rows.
+        # Within a type, its own rows come first and then its halo rows.
         own_counts = np.bincount(own_kinds, minlength=len(graph.ntypes))
         halo_rows = own_counts[halo_kinds] + _number_by_kind(halo_kinds)
         source_rows = np.concatenate([self._row_in_type[: layer.own_rows], halo_rows])
@@ -310,7 +314,7 @@ class _Splitter:
 
 
 def _number_by_kind(kinds: Array) -> Array:
-    """Return the (n,) int64 position of each item among the items of its kind."""
+    """Return each item's position among the items that have its kind, as (n,) int64."""
     order = np.argsort(kinds, kind="stable")
     counts = np.bincount(kinds)
     starts = np.cumsum(counts) - counts

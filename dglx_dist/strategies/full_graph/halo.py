@@ -21,15 +21,15 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 PLAN_PHASE = "halo_plan"
-"""Ledger phase of the requests that a new list of edges sends."""
+"""Ledger phase for the requests that a new edge list sends."""
 
 
 @final
 class Halo:
     """Exchange of rows along edges between ranks, as a differentiable function.
 
-    Every rank owns some nodes and the edges that end in them. ``halo(x)`` appends the source's rows
-    nodes that other ranks own, so that a layer can send messages along all edges of this rank::
+    Every rank owns some nodes and the edges that end in them. ``halo(x)`` appends the rows for source nodes
+    that other ranks own, so that a layer can send messages along all edges on this rank::
 
         halo = dx.Halo(num_owned, edge_index)
         source, target = halo.edge_index
@@ -37,25 +37,27 @@ class Halo:
             messages = layer(halo(x)[source], x[target])
             x = messages.new_zeros(len(x), messages.shape[1]).index_add(0, target, messages)
 
-    Backward sends the gradients of these rows back to their owners, which add them. So the gradients of ``x``
-    are those of one process, also on directed graphs. Gradients of the model's weights come from this rank's
-    messages and rows alone. Add them over the ranks (sum, not mean) if the loss is a sum over all nodes. Call
-    :func:`dglx_dist.init` first. The constructor, :meth:`rebuild`, calls and their backward are collective.
+    Backward sends the gradients for these rows back to their owners, which add them. So the gradients of
+    ``x`` are the same as in a single process, also on directed graphs. Weight gradients come from this rank's
+    messages and rows alone. Add them over the ranks (sum, not mean) if the loss is a sum over all nodes.
+
+    Call :func:`dglx_dist.init` first. The constructor, :meth:`rebuild`, calls and their backward are
+    collective.
 
     Args:
         owners: Number of nodes on this rank, or the (N,) integer ranks of all nodes, equal on all ranks. With
-            numbers, rank 0 owns the first ids, then rank 1, and so on. The rows of ``x`` are this rank's
+            numbers, rank 0 owns the first ids, then rank 1, and so on. The rows in ``x`` are this rank's
             nodes, ordered by id.
-        edge_index: (2, E) int64 global ids of the sources and the targets of this rank's edges, in any order.
-            Every target must be owned by this rank. E may be 0.
-        target_owners: Owners of the targets, in the form of ``owners``, if they are other nodes than the
-            sources (a bipartite graph). By default both are the same nodes.
+        edge_index: (2, E) int64 global source and target ids for this rank's edges, in any order. Every
+            target must be owned by this rank. E may be 0.
+        target_owners: Owners of the targets, in the same form as ``owners``, if targets and sources are
+            different nodes (a bipartite graph). By default both are the same nodes.
 
     Attributes:
-        edge_index: (2, E) int64 positions of the sources among the rows of ``halo(x)``, and of the targets
-            among the targets of this rank. The order of the edges is kept.
-        halo_nodes: (H,) int64 global ids of the appended rows.
-        num_owned: Number of source nodes of this rank.
+        edge_index: (2, E) int64 positions. Sources are positions in ``halo(x)``, targets are positions among
+            this rank's targets. The edge order is kept.
+        halo_nodes: (H,) int64 global ids for the appended rows.
+        num_owned: Number of source nodes on this rank.
 
     Raises:
         ConfigError: on all ranks, if ids are out of range, a target is owned by another rank, or the ranks
@@ -81,9 +83,9 @@ class Halo:
         self._set_edges(edge_index)
 
     def rebuild(self, edge_index: Tensor) -> None:
-        """Replace this rank's edges. The owners of the nodes stay. Every rank must call this.
+        """Replace this rank's edges. Node owners stay the same. Every rank must call this.
 
-        Read :attr:`edge_index` and :attr:`halo_nodes` again afterwards. This sends 8 bytes for each row of
+        Read :attr:`edge_index` and :attr:`halo_nodes` again afterwards. This sends 8 bytes for each row in
         the new halo. Raises ConfigError like the constructor. The former edges then stay.
         """
         self._check_call(f"edges of Halo {self._number}")
@@ -96,7 +98,7 @@ class Halo:
         source_ids, target_rows = run_on_all_ranks(session, read_edges, ConfigError)
         source_owners, source_rows = self._sources.find(source_ids)
 
-        # Each row of the halo arrives once, by owner and then by id.
+        # Each halo row arrives once, by owner and then by id.
         is_foreign = source_owners != rank
         halo_ids, positions = np.unique(source_ids[is_foreign], return_inverse=True)
         halo_owners, _ = self._sources.find(halo_ids)
@@ -116,10 +118,14 @@ class Halo:
         self.edge_index = rows.to(edge_index.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the (num_owned + H, ...) own rows and halo rows, for the (num_owned, ...) own rows ``x``.
+        """Return own rows and halo rows (num_owned + H, ...) for the (num_owned, ...) own rows ``x``.
 
-        The result is a new tensor. Raises ConfigError if ``x`` has another number of rows, and PeerError if a
-        peer is dead, did not call within the time-out of the session, or passes another dtype or width.
+        The result is a new tensor.
+
+        Raises:
+            ConfigError: ``x`` has another number of rows.
+            PeerError: a peer is dead, did not call within the session's time-out, or passes another dtype or
+                width.
         """
         if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != self.num_owned:
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -134,7 +140,7 @@ class Halo:
         check_equal(self._session, "the calls of dx.Halo", name, "make the same calls in the same order")
 
     def _read_edges(self, edge_index: Any) -> tuple[Array, Array]:
-        """Return the (E,) ids of the sources and the (E,) rows of the targets. This calls no other rank."""
+        """Return (E,) source ids and (E,) target rows. This calls no other rank."""
         if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or len(edge_index) != 2:
             shape = tuple(edge_index.shape) if isinstance(edge_index, Tensor) else type(edge_index).__name__
             raise ConfigError(f"edge_index is {shape}. Pass a (2, E) tensor of sources and targets.")
@@ -162,7 +168,7 @@ class Halo:
         return source_ids, target_rows
 
     def _request(self, halo_nodes: Array, num_received: Array) -> tuple[tuple[int, Array], ...]:
-        """Send the ids of ``halo_nodes`` to their owners. Return the own rows that each peer requests."""
+        """Send ``halo_nodes`` to their owners. Return the own rows that each peer requests."""
         session = self._session
         num_requested = gather_int64(num_received, session)[:, session.topology.rank]
         outgoing = []
@@ -193,7 +199,7 @@ class Halo:
 
 @final
 class _RowOwners:
-    """The owners of some nodes, and their rows there. Both arrays are None if ranks own consecutive ids."""
+    """Finds who owns a node, and its row there. Both arrays are None if ranks own consecutive ids."""
 
     def __init__(self, starts: Array, rank: int, owners: Array | None) -> None:
         self._starts = starts
@@ -202,7 +208,7 @@ class _RowOwners:
         self.num_owned = int(starts[rank + 1] - starts[rank])
         self._rows: Array | None = None
         if owners is not None:
-            # Number the nodes of each rank in the order of their ids.
+            # Number each rank's nodes in id order.
             order = np.argsort(owners, kind="stable")
             self._rows = np.empty(len(owners), np.int64)
             self._rows[order] = np.arange(len(owners)) - starts[owners[order]]
@@ -214,7 +220,7 @@ class _RowOwners:
         return self.has_all(ids) and bool((self.find(ids)[0] == rank).all())
 
     def find(self, ids: Array) -> tuple[Array, Array]:
-        """Return the owners and the rows of the (n,) ``ids``, which must exist."""
+        """Return owners and rows for the (n,) ``ids``, which must exist."""
         if self._owners is None or self._rows is None:
             owners = np.searchsorted(self._starts, ids, side="right") - 1
             return owners, ids - self._starts[owners]
@@ -222,7 +228,7 @@ class _RowOwners:
 
 
 def _read_owners(owners: Any, session: Session, option: str) -> _RowOwners:
-    """Read ``owners`` or ``target_owners`` of :class:`Halo`. Every rank must call this."""
+    """Read :class:`Halo`'s ``owners`` or ``target_owners``. Every rank must call this."""
     num_ranks = session.topology.world_size
 
     def read() -> Array | None:

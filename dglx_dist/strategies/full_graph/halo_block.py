@@ -51,7 +51,7 @@ class EmptyPartition(TorchFunctionMode):
         self._owner = owner
 
     def turn_on(self) -> None:
-        """Turn on the mode. Nothing happens if an outer module or model has turned on such a mode."""
+        """Turn on the mode, unless an outer module or model has already turned on such a mode."""
         if not isinstance(current_function_mode(), EmptyPartition):
             self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
@@ -74,7 +74,7 @@ class EmptyPartition(TorchFunctionMode):
 
     @staticmethod
     def turn_off(owner: object) -> None:
-        """Turn off the innermost mode of this thread if ``owner`` turned it on."""
+        """Turn off this thread's innermost mode if ``owner`` turned it on."""
         mode = current_function_mode()
         if isinstance(mode, EmptyPartition) and mode._owner is owner:
             mode.__exit__()
@@ -84,7 +84,7 @@ _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch
 
 
 def _resolve_sizes(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the ``sizes`` for a tensor of ``shape``, with -1 replaced if both have no rows."""
+    """Return the ``sizes`` for a tensor with ``shape``. If both have no rows, -1 is replaced."""
     known_size = math.prod(size for size in sizes[1:] if size != -1)
     has_rows = len(shape) < 2 or shape[0] > 0
     if has_rows or not sizes or sizes[0] or -1 not in sizes or not known_size:
@@ -94,14 +94,14 @@ def _resolve_sizes(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...
 
 
 def tie_gradient(output: Any, rows: Tensor) -> Any:
-    """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd with a zero gradient."""
+    """Connect the (nested) tensors in ``output`` to ``rows`` in autograd, with a zero gradient."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return output
     return replace_floats(output, lambda *floats: _TieGradient.apply(rows, *floats))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
-    """Return zeros for the (targets, ...) columns of a user-defined reduction without messages.
+    """Return the zeros, (targets, ...) by column, that a user-defined reduction yields without messages.
 
     DGL skips user-defined reductions on a graph without edges, so code that reads the result would fail on
     such a rank only. The column names and shapes come from a block with one artificial edge. Its message
@@ -128,7 +128,7 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 
 
 def _make_one_edge_block(block: Any) -> Any:
-    """Return a block of the same type with one edge, and zeros in the columns of destinations and edges."""
+    """Return a block with the same type but one edge, and zeros in destination and edge columns."""
     source, relation, destination = block.canonical_etypes[0]
     ends = torch.zeros(1, dtype=block.idtype)
     edges = {(source, relation, destination): (ends, ends)}
@@ -150,7 +150,7 @@ class _TieGradient(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape = rows.shape
         ctx.options = {"dtype": rows.dtype, "device": rows.device}
-        # The outputs are cloned, because autograd forbids in-place changes of views of several outputs.
+        # The outputs are cloned, because autograd forbids in-place changes if several outputs are views.
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
@@ -159,7 +159,7 @@ class _TieGradient(torch.autograd.Function):
 
 
 class RowExchange(Protocol):
-    """The part of the interface of ``HaloExchange`` that blocks use."""
+    """The part of ``HaloExchange``'s interface that blocks use."""
 
     cover: CoverExchange | None
 
@@ -169,11 +169,11 @@ class RowExchange(Protocol):
 
 @final
 class OwnEdgeCount(int):
-    """Number of this rank's edges of an edge type that some rank has. It counts as positive, even if it is 0.
+    """This rank's edge count for an edge type that some rank has. It counts as positive, even if it is 0.
 
-    Models skip edge types without edges. They must skip the same types on all ranks, because the layer of a
-    type may exchange rows, or add a bias to rows of destinations without edges. Only comparisons with 0 are
-    changed. DGL computes ``max(num_edges, 1)``, for example.
+    Models skip edge types without edges. They must skip the same types on all ranks, because a type's layer
+    may exchange rows, or add a bias to destination rows without edges. Only comparisons with 0 are changed.
+    DGL computes ``max(num_edges, 1)``, for example.
     """
 
     def __bool__(self) -> bool:
@@ -196,24 +196,24 @@ class OwnEdgeCount(int):
 
 @final
 class HaloBlock(InEdgesOnlyGraph, DGLBlock):
-    """A block that appends the halo rows of other ranks to (own_rows, ...) tensors. See :func:`halo_block`.
+    """A block that appends halo rows from other ranks to (own_rows, ...) tensors. See :func:`halo_block`.
 
     The sources are the ``block.own_rows`` rows that this rank computed, followed by the halo. The first
     ``block.num_dst_nodes()`` own rows are the block's destinations.
 
-    If a column of own rows is set on the sources (``srcdata[name] = h``, ``srcdata.update``), the halo is
-    exchanged immediately. A column with a row for each source is stored without an exchange. So modules of
-    ``dgl.nn`` and hand-written message passing compute the same results and gradients as on the whole graph.
+    If a column with own rows is set on the sources (``srcdata[name] = h``, ``srcdata.update``), the halo is
+    exchanged immediately. A column with a row for each source is stored without an exchange. So ``dgl.nn``
+    modules and hand-written message passing compute the same results and gradients as on the uncut graph.
     Every rank must run the same layers in the same order, because an exchange waits for its peers.
 
     A rank that sends rows and receives none repeats its first row as an extra source without edges. Otherwise
-    the number of rows would not show whether they were exchanged.
+    the row count would not show whether rows were exchanged.
 
-    In-degrees are complete. ``out_degrees()`` returns those of the whole graph if they are known.
+    In-degrees are complete. ``out_degrees()`` returns out-degrees in the uncut graph if they are known.
 
-    Functions of the reversed block are not supported (sums over a source's out-edges, such as
-    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``). Neither are layers that DGL cannot run on
-    blocks. For those use :func:`dglx_dist.local_graph`. For several types see ``TypedHaloBlock``.
+    Functions that need the reversed block are not supported, because they sum over a source's out-edges
+    (``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``). Neither are layers that DGL cannot run
+    on blocks. For those use :func:`dglx_dist.local_graph`. For several types see ``TypedHaloBlock``.
     """
 
     def __init__(
@@ -229,23 +229,25 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         self.own_rows = layer.own_rows
         """Number of rows that a model passes to this block."""
         self.halo_rows = len(layer.halo_nodes)
-        """Number of halo rows behind the own rows."""
+        """Number of halo rows that follow the own rows."""
         self.has_cover = exchange.cover is not None
         """Whether sums over the in-edges have their own exchange."""
         self.pair_rows: Any = None
-        """Exchange for the rows that the pairs in this batch need, if the batch has edges."""
+        """Exchange for the rows that this batch's pairs need, if it is an edge batch."""
         self.has_edges_elsewhere = False
-        """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
+        """Whether other ranks have edges with this type, so that a model must not skip it on this rank."""
         self._exchange = exchange
         self._fetch_out_degrees = out_degrees
         self._is_of_own_rows = False
         self._sources = self.srcdata[dgl.NID]
         self.degrees: list[Tensor] = []
-        """Out-degrees of the sources, once they are known. Blocks with the same structure share the list,
-        because the lookup reads every edge."""
+        """Out-degrees for the sources, once they are known.
+
+        Blocks with the same structure share the list, because the lookup reads every edge.
+        """
 
     def with_exchanges(self, exchanges: Mapping[Any, RowExchange]) -> HaloBlock:
-        """Return a :meth:`local_var` for the exchange of another layer with equal structure.
+        """Return a :meth:`local_var` with the exchange for another layer that has the same structure.
 
         ``exchanges`` are by edge type.
         """
@@ -254,15 +256,15 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return block
 
     def of_own_rows(self) -> HaloBlock:
-        """Return a copy with source columns and out-degrees of own rows only, for a layer that sums rows."""
+        """Return a copy for a layer that sums rows, with source columns and out-degrees for own rows only."""
         block: HaloBlock = self.local_var()
         block._is_of_own_rows = True
-        # A dropout that is recomputed has a weak reference to the copy.
+        # A dropout that is recomputed only has a weak reference to the copy.
         self._copy_of_own_rows = block
         return block
 
     def sums(self, message: Any, reduce: Any, own_rows: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-        """Return the (targets, ...) result of a sum or mean that has its own exchange, else {}.
+        """Return the (targets, ...) sum or mean if it has its own exchange, else {}.
 
         ``own_rows`` maps a name to its (own_rows, ...) column, or to None if its halo is already there.
         """
@@ -286,23 +288,27 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         if sums is None:
             return {}
         if reduce.name == "mean":
-            # Each dimension of a row needs one of the degrees.
+            # The view gives the degrees as many dimensions as the sums have.
             degrees = self.in_degrees().clamp(min=1).to(sums)
             sums = sums / degrees.view(-1, *[1] * (sums.dim() - 1))
         return {reduce.out_field: sums}
 
     def all_rows(self, h: Tensor, *, kept: Tensor | None = None) -> Tensor:
-        """Return the (num_src_nodes, ...) rows of all sources. Collective for ranks that share halo rows.
+        """Return (num_src_nodes, ...) rows for all sources. Collective for ranks that share halo rows.
 
-        If ``h`` is (own_rows, ...), it is exchanged. If it is (num_src_nodes, ...), it is returned. ``kept``
-        are (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``. With
-        them, only gradients are sent. Raises ConfigError if ``h`` has neither number of rows, and PeerError
-        if a rank is dead, silent, or at another layer.
+        Args:
+            h: If it is (own_rows, ...), it is exchanged. If it is (num_src_nodes, ...), it is returned.
+            kept: (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``.
+                With them, only gradients are sent.
+
+        Raises:
+            ConfigError: ``h`` has neither number of rows.
+            PeerError: a rank is dead, silent, or at another layer.
         """
         return complete_rows(h, self._layer, self._exchange, kept)
 
     def set_own(self, name: str, rows: Tensor) -> None:
-        """Set the (own_rows, ...) column ``name`` of the sources without an exchange.
+        """Set the (own_rows, ...) source column ``name`` without an exchange.
 
         ``srcdata[name]`` returns it unchanged. The layer that receives it runs the exchange.
         """
@@ -311,7 +317,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         self.node_frames[0][name] = OwnRowsColumn(rows)
 
     def set_all(self, name: str, rows: Tensor) -> None:
-        """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange."""
+        """Set the source column ``name`` to (own_rows + halo rows, ...) without an exchange."""
         num_rows = self.own_rows + self.halo_rows
         if len(rows) != num_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {num_rows} own and halo rows")
@@ -355,9 +361,9 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         """Compute the columns that :meth:`update_all` sets, and return them instead.
 
         Args:
-            message: Message function of DGL or of the user.
-            reduce: Reduce function of DGL or of the user.
-            apply: Function of the user that is applied to the destinations afterwards, or None.
+            message: Message function, built into DGL or written by the user.
+            reduce: Reduce function, built into DGL or written by the user.
+            apply: User function that is applied to the destinations afterwards, or None.
 
         Returns:
             Columns with one row per destination, by name. Destinations without in-edges have an infinite
@@ -375,7 +381,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return self.apply_to_targets(apply, columns)
 
     def apply_to_targets(self, apply: Any, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the columns that a node function computes from those of the destinations and ``columns``."""
+        """Return the columns that a node function computes from destination columns and ``columns``."""
         available = {**self.dstdata, **columns}
         result: dict[str, Tensor] = invoke_node_udf(self, ALL, self.dsttypes[0], apply, ndata=available)
         return result
@@ -393,7 +399,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return get_own_rows(self.node_frames[0], name)
 
     def _make_block_with_halo(self) -> HaloBlock:
-        """Return a block that exchanges the columns of own rows when they are read."""
+        """Return a block that exchanges own-row columns when they are read."""
         frame = self.node_frames[0]
         if all(get_own_rows(frame, name) is None for name in frame):
             return self
@@ -403,7 +409,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return block
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
-        # Side 0 are the sources.
+        # Side 0 means the sources.
         if side == 0 and is_all(rows):
             if self._is_of_own_rows:
                 for name, column in data.items():
@@ -422,14 +428,14 @@ def halo_block(
     out_degrees: Callable[[Tensor], Tensor] | None = None,
     edge_order: Callable[..., Tensor] | None = None,
 ) -> HaloBlock:
-    """Build the block of ``layer`` on the CPU. Sends nothing.
+    """Build the block for ``layer`` on the CPU. Sends nothing.
 
     The block has ``dgl.NID`` on both sides and ``dgl.EID`` on the edges.
 
     Args:
-        nodes: (n,) int64 global ids. The first ``layer.own_rows`` are those of the own rows.
-        out_degrees: Maps (K,) int64 ids to (K,) out-degrees in the whole graph. It is called on demand and is
-            not collective. By default the block's own out-degrees are used.
+        nodes: (n,) int64 global ids. The first ``layer.own_rows`` belong to the own rows.
+        out_degrees: Maps (K,) int64 ids to (K,) out-degrees in the uncut graph. It is called on demand and is
+            not collective. By default out-degrees are counted within the block.
         edge_order: See :func:`~dglx_dist.internals.message_passing.note_edge_order`.
     """
     sources = list_sources(layer, nodes)
@@ -443,23 +449,23 @@ def halo_block(
 
 
 def needs_repeated_row(layer: HaloLayer) -> bool:
-    """Return whether the block of ``layer`` repeats its first own row. See :class:`HaloBlock`."""
+    """Return whether the block for ``layer`` repeats its first own row. See :class:`HaloBlock`."""
     return bool(layer.send) and not len(layer.halo_nodes)
 
 
 def list_sources(layer: HaloLayer, nodes: Tensor) -> Tensor:
-    """Return the source ids for the block of ``layer``. The first of them are the own rows in ``nodes``."""
+    """Return the source ids in the block for ``layer``. They start with the own rows in ``nodes``."""
     own_nodes = nodes[: layer.own_rows]
     return repeat_first_row(torch.cat([own_nodes, torch.from_numpy(layer.halo_nodes)]), layer)
 
 
 def repeat_first_row(rows: Tensor, layer: HaloLayer) -> Tensor:
-    """Append the first of ``rows`` if the block of ``layer`` repeats it."""
+    """Append the first row in ``rows`` if the block for ``layer`` repeats it."""
     return torch.cat([rows, rows[:1]]) if needs_repeated_row(layer) else rows
 
 
 def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tensor | None = None) -> Tensor:
-    """Return the rows of all sources in the block for ``layer``. See :meth:`HaloBlock.all_rows`."""
+    """Return rows for all sources in the block for ``layer``. See :meth:`HaloBlock.all_rows`."""
     num_rows = len(h) if h.dim() else 0
     repeats_row = needs_repeated_row(layer)
     num_sources = layer.num_sources + repeats_row
@@ -481,10 +487,10 @@ def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tens
 
 @final
 class OwnCount(Tensor):
-    """(1,) int64 result of ``batch_num_nodes`` of a local graph. It only allows repetition.
+    """What ``batch_num_nodes`` returns for a local graph, (1,) int64. It only allows repetition.
 
-    DGL uses it to repeat a row of the graph for each node (``broadcast_nodes``), which is right on every
-    rank. DGL also uses it to reduce over all nodes, but here only this rank's nodes would be reduced.
+    DGL uses it to repeat a graph's row for each node (``broadcast_nodes``), which is right on every rank. DGL
+    also uses it to reduce over all nodes, but here only this rank's nodes would be reduced.
     """
 
     @classmethod

@@ -1,7 +1,7 @@
 """Halo exchange between ranks as an autograd operator with an exact adjoint (docs/strategies/full_graph.md).
 
-Forward sends copies of own rows to peers and appends the rows that peers send. Backward sends the gradients
-of these copies back to the ranks that hold the rows. They add up the gradients.
+Forward sends copies of own rows to peers and appends the rows that peers send. Backward sends the copies'
+gradients back to the ranks that hold the rows. They add up the gradients.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from dglx_dist.internals.pytorch import NO_BACKWARD, Copy, current_backward, get
 from dglx_dist.strategies.full_graph.halo_plan import Cover, HaloLayer
 
 PIECE_BYTES = 256 * 1024
-"""Rows are copied and added in pieces of this size while other pieces are in transit."""
+"""Piece size in bytes. Rows are copied and added in pieces while other pieces are in transit."""
 
 _STEP_BYTES = 1 << 20
-"""Local rows are copied in steps of this size."""
+"""Step size in bytes for local copies."""
 
 
 def gather_rows(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
     """Copy ``h[rows]`` into ``out`` and yield it, piece by piece.
 
-    ``h`` is (n, ...), ``rows`` is (k,) int64, and ``out`` is (k, ...), contiguous and of the dtype of ``h``.
-    All must be on one device.
+    ``h`` is (n, ...), ``rows`` is (k,) int64, and ``out`` is (k, ...), contiguous, with the same dtype as
+    ``h``. All must be on one device.
     """
     for piece_rows, piece in zip(_cut_like(rows, out), _cut_like(out, out), strict=True):
         torch.index_select(h, 0, piece_rows, out=piece)
@@ -74,8 +74,8 @@ def add_rows(total: Tensor, positions: Sequence[Tensor], messages: Sequence[Inco
 
     Args:
         total: (n, ...) sums.
-        positions: (k,) distinct int64 positions in ``total`` of each peer's rows.
-        messages: (k, ...) rows of each peer, which may still be arriving.
+        positions: For each peer, (k,) distinct int64 positions in ``total`` where its rows belong.
+        messages: For each peer, (k, ...) rows that may still be arriving.
     """
     peer_iterators = []
     for peer_positions, message in zip(positions, messages, strict=True):
@@ -95,7 +95,7 @@ def add_rows(total: Tensor, positions: Sequence[Tensor], messages: Sequence[Inco
 
 
 def _add_from_peer(total: Tensor, positions: Tensor, message: Incoming) -> Iterator[bool]:
-    """Add the rows of one peer. Yields as :func:`add_rows`."""
+    """Add the rows from one peer. Yields like :func:`add_rows`."""
     end_bytes = 0
     pieces = _cut_like(message.rows, message.rows)
     for piece_positions, piece in zip(_cut_like(positions, message.rows), pieces, strict=True):
@@ -115,7 +115,7 @@ def _cut_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
 
 
 def _count_rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
-    """Return the number of the (n, ...) ``rows`` in ``piece_bytes``, or n on an accelerator."""
+    """Return how many of the (n, ...) ``rows`` fit in ``piece_bytes``, or n on an accelerator."""
     if not is_on_host(rows):
         return max(len(rows), 1)
     row_bytes = rows.numel() * rows.element_size() // max(len(rows), 1)
@@ -123,22 +123,25 @@ def _count_rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
 
 
 FORWARD = "halo"
-"""Ledger phase of forward."""
+"""Ledger phase for forward."""
 BACKWARD = "halo_gradients"
-"""Ledger phase of backward."""
+"""Ledger phase for backward."""
 ONCE = "preload"
-"""Ledger phase of rows that are exchanged once."""
+"""Ledger phase for rows that are exchanged once."""
 
 
 @final
 class HaloExchange:
-    """Exchange of the halo rows of layer ``number``, from 1 to L.
+    """Exchanges the halo rows for layer ``number``, from 1 to L.
 
-    The first exchange of a session opens connections, so every rank must construct one, even without peers.
-    All ranks must run their exchanges in the same order. Rows of every step and their gradients are sent in
-    the format ``wire``. Formats other than "same" go through host memory. ``uses_late_rows`` is whether the
-    option ``staleness`` of the session applies. Raises PeerError if a rank is dead or did not connect within
-    the time-out.
+    The first exchange in a session opens connections, so every rank must construct one, even without peers.
+    All ranks must run their exchanges in the same order. Raises PeerError if a rank is dead or did not
+    connect within the time-out.
+
+    Args:
+        wire: Format in which each step's rows and gradients are sent. Formats other than "same" go through
+            host memory.
+        uses_late_rows: Whether the session's option ``staleness`` applies.
     """
 
     def __init__(
@@ -159,17 +162,17 @@ class HaloExchange:
         self.num_halo = len(layer.halo_nodes)
         self.num_edges = len(layer.edge_ids)
         self._sent_rows = {torch.device("cpu"): [torch.from_numpy(rows) for _, rows in layer.send]}
-        """Positions of the rows for each peer, by device."""
+        """Which rows go to each peer, as positions, by device."""
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
         requests = np.concatenate([layer.halo_nodes, *(peer_rows for _, peer_rows in layer.send)])
         self.digest = zlib.crc32(requests.data)
-        """Checksum of the rows that this rank receives and sends."""
+        """Checksum over the rows that this rank receives and sends."""
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def for_layer(self, number: int) -> HaloExchange:
-        """Return the exchange of another layer with equal structure. Row lists are shared."""
+        """Return the exchange for another layer with equal structure. Row lists are shared."""
         exchange = copy.copy(self)
         exchange.number = number
         exchange.cover = None if self.cover is None else self.cover.for_layer(number)
@@ -178,16 +181,20 @@ class HaloExchange:
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
         """Append the halo rows to the (own_rows, ...) ``h``. The layer's peers must call it too.
 
-        Backward adds the gradients of the peers in a fixed order, and 16-bit gradients in float32. So the
-        bits do not depend on timing. Every peer must run backward. The operation is twice differentiable.
+        Backward adds the peers' gradients in a fixed order, and 16-bit gradients in float32. So the bits do
+        not depend on timing. Every peer must run backward. The operation is twice differentiable.
 
         Tensors on accelerators are sent by NCCL if every rank has its own device, else through host memory.
-        ``h`` may have any dtype and must have the same trailing shape on all ranks. It is returned itself if
-        this rank has no peers at this layer.
 
-        ``kept`` is the (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward
-        sends nothing. Pass it on all ranks or on none. Raises ConfigError if ``h`` or ``kept`` has another
-        number of rows. Raises PeerError with the rank of a peer that is dead, silent, or calls another layer.
+        Args:
+            h: Own rows. The dtype may be any, and the trailing shape must be equal on all ranks. ``h`` itself
+                is returned if this rank has no peers at this layer.
+            kept: (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward sends
+                nothing. Pass it on all ranks or on none.
+
+        Raises:
+            ConfigError: ``h`` or ``kept`` has another number of rows.
+            PeerError: a peer is dead, silent, or calls another layer. The error has its rank.
         """
         self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:
@@ -230,10 +237,10 @@ class HaloExchange:
         return sources
 
     def return_gradients(self, gradient: Tensor) -> Tensor:
-        """Send the gradients of halo rows back, and add those that peers send for this rank's rows.
+        """Send the gradients for halo rows back, and add those that peers send for this rank's rows.
 
-        This is the adjoint of :meth:`append`. ``gradient`` has shape (own_rows + n_halo, ...). The result
-        is a new tensor with the (own_rows, ...) sums.
+        This is the adjoint to :meth:`append`. ``gradient`` has shape (own_rows + n_halo, ...). The result is
+        a new tensor with the (own_rows, ...) sums.
         """
         gradient = gradient.detach()
         local_gradient = gradient[: self.own_rows]
@@ -251,7 +258,7 @@ class HaloExchange:
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, local_rows: Tensor | None = None) -> None:
-        """Send rows of ``h`` to the peers, and fill ``halo``. Copy ``h`` to ``local_rows`` meanwhile."""
+        """Send rows from ``h`` to the peers, and fill ``halo``. Copy ``h`` to ``local_rows`` meanwhile."""
         work: Iterable[bool] = () if local_rows is None else copy_rows(h, local_rows)
         rows_by_peer = self.rows_on(h.device)
         if self._is_readable(h):
@@ -281,7 +288,7 @@ class HaloExchange:
 
         codec = None
         if self.wire != "same" and phase != ONCE:
-            # Forward and backward of a layer need different random numbers.
+            # A layer's forward and backward need different random numbers.
             exchange_number = 2 * self.number + (phase == BACKWARD)
             rounding_key = self._session.seed, self._exchanges.step, exchange_number
             codec = row_codec(self.wire, messages[0].rows, rounding_key)
@@ -298,7 +305,7 @@ class HaloExchange:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
 
     def counts(self, phase: str) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """Return (rank, number of rows) pairs for the sent rows, and for the received rows."""
+        """Return (rank, row count) pairs for the sent rows, and for the received rows."""
         return (self._received, self._sent) if phase == BACKWARD else (self._sent, self._received)
 
     def messages(self, out: Tensor, received: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
@@ -309,14 +316,14 @@ class HaloExchange:
         return outgoing, [Incoming(rank=rank, rows=rows) for rank, rows in pieces]
 
     def _reserve_memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
-        """Return memory for messages of ``num_rows`` rows like those of ``like``. Host memory is reused."""
+        """Return memory for ``num_rows`` message rows shaped as in ``like``. Host memory is reused."""
         shape = (num_rows, *like.shape[1:])
         if is_on_host(like):
             return buffer.take(shape, like.dtype)
         return like.new_empty(shape) if self._is_direct(like) else allocate_host_memory(shape, like)
 
     def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
-        """Return the positions of each peer's rows, copied to ``device`` once, by ``copy`` if it is given."""
+        """Return the positions for each peer's rows on ``device``. ``copy`` copies them there, once."""
         if device not in self._sent_rows:
             host_rows = self._sent_rows[torch.device("cpu")]
             self._sent_rows[device] = [copy(rows) if copy else rows.to(device) for rows in host_rows]
@@ -340,7 +347,7 @@ class HaloExchange:
 
 @final
 class CoverExchange:
-    """Sums of source rows over a layer's in-edges, with the exchange of its :class:`Cover`.
+    """Sums source rows over a layer's in-edges, with the exchange that its :class:`Cover` describes.
 
     A rank sends partial sums instead of their summands if these are fewer rows. Gradients are sent back in
     the same way.
@@ -352,7 +359,7 @@ class CoverExchange:
         edges = HaloLayer.from_rows(num_edges, cover.indices, cover.receive_edges, cover.send_edges)
         self._edges = HaloExchange(session, edges, uncovered.number)
 
-        # The edge of a partial sum has no weight of its own. Its position is behind those of all in-edges.
+        # A partial sum's edge has no weight. Its position comes after all in-edges.
         layer = cover.layer
         positions = torch.from_numpy(np.where(layer.edge_ids < 0, num_edges, layer.edge_ids))
         own_rows = uncovered.own_rows
@@ -361,7 +368,7 @@ class CoverExchange:
         total = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), num_sources)
         self._graphs = {torch.device("cpu"): (partial, total, positions)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
-        """Weights, their version, and the weights of the summands on this rank, by name."""
+        """By name: weights, their version, and the weights for the summands on this rank."""
 
     def for_layer(self, number: int) -> CoverExchange:
         exchange = copy.copy(self)
@@ -371,11 +378,11 @@ class CoverExchange:
         return exchange
 
     def sums(self, h: Tensor, weights: tuple[str, Tensor] | None = None) -> Tensor | None:
-        """Return the (targets, ...) sums of the (own_rows, ...) ``h`` of all ranks, times the edge's weight.
+        """Sum all ranks' (own_rows, ...) ``h`` over in-edges, times edge weights. Return (targets, ...) sums.
 
-        ``weights`` are the name and the values of a column with one number per edge. They are sent once to
-        the ranks that use them. The result is None on all ranks if weights are learned, or computed in an
-        evaluation without gradient. Then rows must be exchanged instead (attention).
+        ``weights`` are a column's name and its values, one number per edge. They are sent once to the ranks
+        that use them. The result is None on all ranks if weights are learned, or are computed while
+        evaluating without gradient. Then rows must be exchanged instead (attention).
         """
         partial, total, positions = self._graphs_on(h.device)
         if weights is None:
@@ -401,7 +408,7 @@ class CoverExchange:
         return self._rows.exchange(rows)
 
     def _fetch_weights(self, name: str, weights: Tensor) -> Tensor | None:
-        """Return the weights of the summands on this rank, or None if they may change in each step."""
+        """Return the weights for the summands on this rank, or None if they may change in each step."""
         # All ranks must decide equally, even ranks without edges. So tensors are compared by identity.
         version = get_version(weights)
         if name in self._weights and version is not None:
@@ -416,7 +423,7 @@ class CoverExchange:
         return remote_weights
 
     def _graphs_on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
-        """Return the graph for partial sums, the graph for total sums, and the positions of its weights."""
+        """Return the graph for partial sums, the graph for total sums, and the latter's weight positions."""
         if device not in self._graphs:
             partial, total, positions = self._graphs[torch.device("cpu")]
             self._graphs[device] = place(partial, device), place(total, device), positions.to(device)
@@ -443,7 +450,7 @@ class _Append(torch.autograd.Function):
 
 @final
 class _AppendLate(torch.autograd.Function):
-    """:class:`_Append` with halo rows and gradients of the previous epoch."""
+    """Like :class:`_Append`, but with halo rows and gradients from the previous epoch."""
 
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, late_rows: list[LateRows], h: Tensor) -> Tensor:
@@ -486,10 +493,10 @@ class LateRows:
         self._out = ReusableBuffer()
         self._in = ReusableBuffer()
         self._wait: Wait | None = None
-        """Function that waits for rows in transit. None if there are none."""
+        """Waits for rows in transit. None if there are none."""
         self.rows: Tensor | None = None
         self._received_counts: object = None
-        """(rank, number of rows) pairs of :attr:`rows`. None before the first exchange."""
+        """(rank, row count) pairs for :attr:`rows`. None before the first exchange."""
         self.is_used = False
         """Whether the exchange has run in this epoch."""
 
@@ -505,9 +512,9 @@ class LateRows:
             self.rows = None
 
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
-        """Send ``sent`` and return the (k, ...) rows of the previous epoch, or of this one if there are none.
+        """Send ``sent`` and return the previous epoch's (k, ...) rows, or this epoch's if there are none.
 
-        ``like`` has the dtype and the rows' width.
+        ``like`` has the dtype and the row width.
         """
         name = halo.describe(phase)
         if self.is_used:
@@ -515,7 +522,7 @@ class LateRows:
                 f"{name} ran twice in one step; add up the losses and call backward once, or use staleness=0"
             )
 
-        # Rows of other peers or of another number do not fit this exchange.
+        # Rows from other peers, or in another number, do not fit this exchange.
         sent_counts, received_counts = halo.counts(phase)
         self.arrive(keep=self._received_counts in (None, received_counts))
         self.is_used = True
@@ -524,7 +531,7 @@ class LateRows:
         self._target = _take_rows(self._in, received_counts, like)
         late_rows = self.rows
         if late_rows is not None and (late_rows.shape, late_rows.dtype) != (self._target.shape, like.dtype):
-            self.rows = None  # Rows of another model or precision do not fit, so this exchange is exact.
+            self.rows = None  # Rows from another model or precision do not fit, so this exchange is exact.
 
         outgoing, incoming = halo.messages(sent_rows, self._target, phase)
         for message, rows in zip(outgoing, sent, strict=True):
@@ -536,18 +543,18 @@ class LateRows:
 
 
 def _take_rows(buffer: ReusableBuffer, counts: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    """Return memory in ``buffer`` for as many rows as ``counts`` has, with dtype and width of ``like``."""
+    """Return memory in ``buffer`` for the rows in ``counts``, with the dtype and width that ``like`` has."""
     num_rows = sum(count for _, count in counts)
     return buffer.take((num_rows, *like.shape[1:]), like.dtype)
 
 
 _MAX_PASSES = 100
-"""Maximum number of forward passes without a change of the weights. Each pass keeps its own rows."""
+"""Maximum number of forward passes between two weight changes. Each pass keeps its own rows."""
 
 
 @final
 class StaleHalos:
-    """Halo rows and their gradients that a model uses one epoch late. Construction is collective.
+    """Halo rows and gradients that a model uses one epoch late. Construction is collective.
 
     The first epoch is exact.
     """
@@ -562,11 +569,11 @@ class StaleHalos:
         self._epoch = -1
         self._passes = 0
         self._calls = Counter[int]()
-        """Number of exchanges of each layer in this epoch."""
+        """Number of exchanges that each layer has run in this epoch."""
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
-        """Use late rows in this block, which is one forward pass of the model."""
+        """Use late rows in this block, which must be one forward pass."""
         self._passes += 1
         if self._epoch != epoch:
             self._begin_epoch(epoch)
@@ -589,15 +596,15 @@ class StaleHalos:
         self._passes = 1
         self._calls = Counter()
         for late in self._late.values():
-            # Rows of an exchange that did not run are older than one epoch.
+            # If an exchange did not run, its rows are older than one epoch.
             if not late.is_used:
                 late.arrive(keep=False)
             late.is_used = False
 
     def next_late_rows(self, halo: HaloExchange) -> list[LateRows]:
-        """Return the late rows and the late gradients of the layer's next exchange in this epoch."""
+        """Return late rows and late gradients for the layer's next exchange in this epoch."""
         self._calls[halo.number] += 1
-        # The digest keeps rows of another structure from being used, for example after a resume.
+        # The digest prevents that rows from another structure are used, for example after a resume.
         key = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
         return [self._late[f"{phase}/{key}"] for phase in (FORWARD, BACKWARD)]
 
@@ -611,7 +618,7 @@ class StaleHalos:
         return rows_by_name
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the result of :meth:`state`. With {} the next epoch is exact."""
+        """Continue from what :meth:`state` returned. With {} the next epoch is exact."""
         # An exchange in transit must end before its rows are dropped.
         self.state()
         self._late.clear()
@@ -623,6 +630,6 @@ class StaleHalos:
 
 
 def _cut_by_counts(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """Cut ``rows`` by the (rank, number of rows) pairs ``counts``, and yield ranks and pieces."""
+    """Cut ``rows`` by ``counts``, which are (rank, row count) pairs. Yield ranks and pieces."""
     pieces = torch.split(rows, [count for _, count in counts])
     return zip((rank for rank, _ in counts), pieces, strict=True)

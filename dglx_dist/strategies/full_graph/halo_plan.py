@@ -1,6 +1,6 @@
-"""Plans for full-graph steps, the smallest exchange of sums, and the plan cache on disk.
+"""Plans for full-graph steps, the smallest exchange for sums, and the plan cache on disk.
 
-A plan on disk is a folder of one array. See :mod:`dglx_dist.data.storage.arrays`.
+On disk, a plan is a folder with one array. See :mod:`dglx_dist.data.storage.arrays`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array
 
 Received: TypeAlias = tuple[tuple[int, int], ...]
-"""Pairs (rank, number of rows received from it), ascending by rank, without ranks that send nothing."""
+"""Pairs (rank, row count received from it), ascending by rank, without ranks that send nothing."""
 
 Sent: TypeAlias = tuple[tuple[int, Array], ...]
 """Pairs (rank, (n,) int64 own rows sent to it), ascending by rank, without ranks that receive nothing."""
@@ -43,25 +43,25 @@ NO_IDS: Array = np.empty(0, np.int64)
 @final
 @dataclass(frozen=True, kw_only=True)
 class HaloLayer:
-    """The block of layer l on one rank, for l in ``1..L``.
+    """One rank's block at layer l, for l in ``1..L``.
 
-    The sources are the rank's own rows of the previous layer, followed by the halo. The halo rows are grouped
-    by rank in ascending order, and ascend by id within a rank. The targets are the first ``targets`` own
-    rows. The block holds each in-edge of every target once, and no other edges.
+    The sources are the rank's own rows from the previous layer, followed by the halo. The halo rows are
+    grouped by rank in ascending order, and ascend by id within a rank. The targets are the first ``targets``
+    own rows. The block holds each in-edge into every target once, and no other edges.
     """
 
     own_rows: int
-    """Number of rows of layer l - 1 that this rank holds. At layer 1 these are rows of the features."""
+    """Number of rows that this rank holds at layer l - 1. At layer 1 these are feature rows."""
     targets: int
-    """Number of rows of layer l that this rank computes. At most :attr:`own_rows`."""
+    """Number of rows that this rank computes at layer l. At most :attr:`own_rows`."""
     indptr: Array
-    """(targets + 1,) int64. The in-edges of target i are at ``indptr[i]:indptr[i + 1]``."""
+    """(targets + 1,) int64. Target i has its in-edges at ``indptr[i]:indptr[i + 1]``."""
     indices: Array
     """(E,) int64 sources. Values below :attr:`own_rows` are own rows, the others are halo rows."""
     edge_ids: Array
     """(E,) int64 global edge ids."""
     halo_nodes: Array
-    """(n_halo,) int64 global ids of the halo rows, in the order of arrival."""
+    """(n_halo,) int64 global ids for the halo rows, in the order in which they arrive."""
     receive: Received
     """Ranks that send the halo. The counts add up to n_halo."""
     send: Sent
@@ -71,7 +71,7 @@ class HaloLayer:
 
     @classmethod
     def from_rows(cls, own_rows: int, halo_nodes: Array, receive: Received, send: Sent) -> HaloLayer:
-        """Return a layer without targets and edges, for an exchange of rows only."""
+        """Make a layer without targets and edges, for an exchange that only moves rows."""
         return cls(
             own_rows=own_rows,
             targets=0,
@@ -88,7 +88,7 @@ class HaloLayer:
         return self.own_rows + len(self.halo_nodes)
 
     def halo_of(self, rank: int) -> Array:
-        """Return the (n,) ascending int64 global ids of the halo rows that ``rank`` holds."""
+        """Return the (n,) ascending int64 global ids for those halo rows that ``rank`` holds."""
         first = 0
         for sender, count in self.receive:
             if sender == rank:
@@ -100,38 +100,41 @@ class HaloLayer:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """A :class:`HaloLayer` with the same sums over in-edges that sends fewer rows."""
+    """Computes the same sums over in-edges as a :class:`HaloLayer`, but sends fewer rows."""
 
     layer: HaloLayer
-    """Layer with partial sums. The own rows are followed by the partial sums for other ranks. The halo
-    consists of source rows, and of partial sums from other ranks, which have one edge each. ``edge_ids`` are
-    positions among the in-edges, or -1 for a partial sum."""
+    """Layer with partial sums.
+
+    The own rows are followed by the partial sums for other ranks. The halo consists of source rows, and of
+    partial sums from other ranks, which have one edge each. ``edge_ids`` are positions among the in-edges, or
+    -1 for a partial sum.
+    """
     indptr: Array
-    """(m + 1,) int64. The summands of partial sum i are at ``indptr[i]:indptr[i + 1]``."""
+    """(m + 1,) int64. Partial sum i has its summands at ``indptr[i]:indptr[i + 1]``."""
     indices: Array
     """(e,) int64 own rows to sum."""
     send_edges: Sent
-    """In-edges that other ranks sum, in the order of their :attr:`indices`."""
+    """In-edges that other ranks sum, in the order that their :attr:`indices` have."""
     receive_edges: Received
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The plan of one rank for a full-graph step.
+    """One rank's plan for a full-graph step.
 
-    Rows are sorted by the last layer that needs them (latest first), then by id. So rows and in-edges of
-    layer l are a prefix of those of layer l - 1.
+    Rows are sorted by the last layer that needs them (latest first), then by id. So layer l uses a prefix of
+    the rows and in-edges that layer l - 1 uses.
     """
 
     nodes: Array
-    """(n,) int64 global ids of the feature rows of this rank."""
+    """(n,) int64 global ids for this rank's feature rows."""
     layers: tuple[HaloLayer, ...]
     """The L layers, input layer first."""
     external_nodes: int
-    """Number of feature rows that this server fetches once from other servers, |R_i^0 without I_i|."""
+    """Feature rows that this server fetches once from other servers, |R_i^0 without I_i|, as a count."""
     edge_counts: Array = field(default_factory=lambda: NO_IDS)
-    """(L * R,) int64 number of edges of all ranks by layer and edge type. Empty if there is one type."""
+    """(L * R,) int64 edge counts over all ranks, by layer and edge type. Empty with a single type."""
     covers: tuple[Cover, ...] = ()
     """(R * L,) covers by edge type and layer, if there are several types."""
 
@@ -140,15 +143,15 @@ class RankPlan:
         return self.layers[-1].targets
 
     def rows(self, level: int) -> Array:
-        """Return the (n_l,) int64 global ids of this rank's output rows of layer ``level``, from 0 to L."""
+        """Return the (n_l,) int64 global ids for this rank's output rows at layer ``level``, from 0 to L."""
         count = self.layers[0].own_rows if level == 0 else self.layers[level - 1].targets
         return self.nodes[:count]
 
 
 def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets: int) -> tuple[Array, Array]:
-    """Return bool masks, (num_sources,) and (num_targets,), of a minimum vertex cover of the (E,) edges.
+    """Find a minimum vertex cover for the (E,) edges. Return bool masks (num_sources,) and (num_targets,).
 
-    If rows of the covered sources and sums for the covered targets are sent, each edge is covered. By
+    If rows are sent for the covered sources and sums for the covered targets, each edge is covered. By
     Koenig's theorem the cover is as large as a maximum matching.
     """
     shape = num_sources, num_targets
@@ -178,13 +181,13 @@ class PairCover:
     """Rows and sums that one rank sends another for a layer. Positions refer to the halo without a cover."""
 
     rows: Array
-    """(n,) int64 ascending positions of the halo rows that are sent."""
+    """(n,) int64 ascending halo positions whose rows are sent."""
     targets: Array
     """(m,) int64 ascending targets that get a partial sum. Only the receiver knows them."""
     counts: Array
     """(m,) int64 sources in each sum, with repetitions."""
     sources: Array
-    """(e,) int64 positions of the halo rows in the sums, in the order of :attr:`edges`."""
+    """(e,) int64 halo positions that the sums add, in the same order as :attr:`edges`."""
     edges: Array
     """(e,) int64 in-edges that the sender sums, ordered by target. Only the receiver knows them."""
 
@@ -195,7 +198,7 @@ class PairCover:
 
     @classmethod
     def from_message(cls, rank: int, message: Array, num_rows: int) -> PairCover:
-        """Read the message of ``rank``, which receives ``num_rows`` halo rows if there is no cover.
+        """Read a message from ``rank``, which would receive ``num_rows`` halo rows without a cover.
 
         Raises PeerError if the numbers are inconsistent, or refer to other rows.
         """
@@ -217,7 +220,7 @@ class PairCover:
 
 
 def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
-    """Return the smallest exchange for sums over the in-edges of ``layer``, by sending rank."""
+    """Return the smallest exchange for sums over the in-edges in ``layer``, by sending rank."""
     target_of = _expand_edge_targets(layer)
     first_source = layer.own_rows
     covers: dict[int, PairCover] = {}
@@ -245,7 +248,7 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
 
 
 def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
-    """Build the cover of ``layer`` from the exchanges with its peers, by ascending rank."""
+    """Build the cover for ``layer`` from the exchanges with its peers, by ascending rank."""
     # Partial sums for other ranks follow the own rows, and are sent like own rows.
     own_rows = layer.own_rows
     send = list[tuple[int, Array]]()
@@ -257,7 +260,7 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
         summands.append(rows[pair.sources])
         own_rows += len(sum_rows)
 
-    # The halo of a peer has its rows first, and then its partial sums, which replace some in-edges.
+    # A peer's halo starts with its rows. Then come its partial sums, which replace some in-edges.
     is_kept = np.ones(len(layer.indices), bool)
     new_positions = np.arange(layer.num_sources)
     old_start = layer.own_rows
@@ -273,7 +276,7 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
         sum_targets.append(pair.targets)
         old_start += count
 
-    # Each partial sum is the source of one edge. Edges are sorted by target.
+    # Each partial sum is the source for one edge. Edges are sorted by target.
     edges = np.flatnonzero(is_kept)
     sums = np.concatenate(received_sums)
     targets = np.concatenate([_expand_edge_targets(layer)[edges], *sum_targets])
@@ -297,7 +300,7 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
 
 
 def _expand_edge_targets(layer: HaloLayer) -> Array:
-    """Return the (E,) target of each in-edge."""
+    """Return the (E,) target for each in-edge."""
     return np.repeat(np.arange(layer.targets), np.diff(layer.indptr))
 
 
@@ -309,7 +312,7 @@ def _compute_offsets(counts: Array) -> Array:
 class RowPositions:
     """Hash index from (n,) int64 distinct ids in [0, ``num_ids``) to their positions.
 
-    It takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 bytes per row if that is less.
+    It takes 4 bytes for every id below ``num_ids``, or 24 to 48 bytes per row if that is less.
     """
 
     def __init__(self, ids: Array, num_ids: int) -> None:
@@ -319,7 +322,7 @@ class RowPositions:
         fill_table(self._table, ids)
 
     def find(self, ids: Array) -> Array:
-        """Return the (K,) int64 positions of (K,) int64 ``ids``, or -1 for ids without a row."""
+        """Look up the (K,) int64 ``ids``. Return their (K,) int64 positions, or -1 for ids without a row."""
         positions = np.empty(len(ids), np.int64)
         _find_positions(self._table, self._num_ids, ids, positions)
         return positions
@@ -342,7 +345,7 @@ def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
 
     def to_json(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            # All arrays are stored as one, so the JSON has the range of each.
+            # All arrays are stored as one, so the JSON has each array's range.
             start = sum(map(len, arrays))
             arrays.append(np.ascontiguousarray(value, np.int64))
             return {"at": [start, start + len(value)]}
@@ -394,10 +397,10 @@ def _read_cover(fields: Mapping[str, Any]) -> Cover:
 
 @final
 class PlanCache:
-    """Plans of one rank in the dataset's ``cache`` on disk, and the column rows fetched for them.
+    """One rank's plans in the dataset's ``cache`` on disk, and the column rows fetched for them.
 
-    Methods are neither collective nor thread-safe. ``facts`` are all other inputs of the plans as JSON
-    values, equal on all ranks. The first failure to write is logged, and later calls do not try again.
+    Methods are neither collective nor thread-safe. ``facts`` are all other inputs to the plans as JSON
+    values, equal on all ranks. The first failed write is logged, and later calls do not try again.
     """
 
     def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], topology: Topology) -> None:
@@ -410,15 +413,15 @@ class PlanCache:
         self._can_write = True
 
     def holds(self, step: int) -> bool:
-        """Return whether the plan of ``step`` exists and is undamaged. Damage is logged."""
+        """Return whether the plan for ``step`` exists and is undamaged. Damage is logged."""
         return self._get_folder(step).find() is not None
 
     def read(self, step: int) -> RankPlan:
-        """Return the mapped plan of ``step``. Raise StorageError if it is missing or damaged."""
+        """Return the mapped plan for ``step``. Raise StorageError if it is missing or damaged."""
         return read_plan(self._get_folder(step))
 
     def write(self, step: int, plan: RankPlan) -> bool:
-        """Store the plan of ``step`` and return whether it was written.
+        """Store the plan for ``step`` and return whether it was written.
 
         An existing plan is replaced even if it is undamaged. Other ranks may have lost theirs, and only plans
         that were made together fit together.
@@ -427,7 +430,7 @@ class PlanCache:
         return self._can_write
 
     def accepts(self, column: Column, ids: Array) -> bool:
-        """Return whether to store the rows of ``ids``. They must be read-only, some from other servers."""
+        """Return whether to store the rows for ``ids``. They must be read-only, some from other servers."""
         first_row, end_row = column.bounds[self._topology.server : self._topology.server + 2]
         has_foreign = bool(((ids < first_row) | (ids >= end_row)).any())
         return has_foreign and not column.writable and column.row_bytes > 0

@@ -1,6 +1,6 @@
-"""Loader of full-graph training. Each step has one plan, with its blocks and columns.
+"""Loader for full-graph training. Each step has one plan, with its blocks and columns.
 
-An epoch has one plan, or the plans of several cooperative batches. See docs/strategies/shared_preload.md.
+An epoch has one plan, or one plan for each cooperative batch. See docs/strategies/shared_preload.md.
 """
 
 from __future__ import annotations
@@ -59,29 +59,29 @@ if TYPE_CHECKING:
 
 
 PHASE = ONCE
-"""Ledger phase of features and edge values, which are fetched once."""
+"""Ledger phase for features and edge values, which are fetched once."""
 
 K = TypeVar("K", str, EdgeType)
 RowsByType: TypeAlias = dict[K, dict[str, Tensor]]
 """Column rows by type and name."""
 Fetch: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Function that fills the halo rows of a column."""
+"""Fills a column's halo rows."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServerSeeds:
-    """This server's seeds, and the number of seeds on each server."""
+    """This server's seeds, and how many seeds each server has."""
 
     own_seeds: Array
-    """(n,) int64 ascending distinct seeds of all ranks that this server owns."""
+    """(n,) int64 ascending distinct seeds, from all ranks, that this server owns."""
     counts: tuple[int, ...]
-    """(S,) number of seeds of each server."""
+    """(S,) seed count on each server."""
     digest: int
-    """Hash of the seeds of all servers."""
+    """Hash over all servers' seeds."""
 
     def sizes(self, num_batches: int) -> Array:
-        """Return the (R,) int64 number of seeds of all servers in each cooperative batch."""
+        """Return how many seeds all servers together have in each cooperative batch, as (R,) int64."""
         counts = np.array(self.counts, np.int64)
         batches = np.arange(num_batches)[:, None]
         # The first batches have one seed more if the seeds cannot be divided evenly.
@@ -90,10 +90,9 @@ class ServerSeeds:
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Gather the seeds of all ranks and return those of this server. Every rank must call this.
+    """Gather the seeds from all ranks and return those on this server. Every rank must call this.
 
-    Each rank temporarily holds the seeds of all ranks, 8 bytes each. Raises ConfigError if there are no
-    seeds.
+    Each rank temporarily holds all ranks' seeds, 8 bytes each. Raises ConfigError if there are no seeds.
     """
     all_seeds = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
     if not len(all_seeds):
@@ -103,7 +102,7 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     server = g.session.topology.server
     hashes = hash_ids(all_seeds, stream_key(0, 0, 0))
     digest = np.bitwise_xor.reduce(hashes, initial=np.uint64(0))
-    # The copy lets the seeds of other servers be freed.
+    # The copy lets the other servers' seeds be freed.
     return ServerSeeds(
         own_seeds=all_seeds[server_offsets[server] : server_offsets[server + 1]].copy(),
         counts=tuple(np.diff(server_offsets).tolist()),
@@ -114,15 +113,15 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Parameters of all plans."""
+    """What all plans have in common."""
 
     num_layers: int
     hops: int
     num_batches: int = 1
-    """R, at least 1."""
+    """R, the number of cooperative batches. At least 1."""
     composition: Composition = "random"
     eas: EasOptions | None = None
-    """Options of expansion-aware sampling, or None for the full neighbourhood."""
+    """Options for expansion-aware sampling, or None for the full neighbourhood."""
     seed: int = 0
     """Random seed for the composition and the external nodes."""
     cover: bool = False
@@ -133,8 +132,9 @@ class PlanSpec:
 class PlanMaker:
     """Makes plans. Every rank must construct it, and request the same plans in the same order.
 
-    ``seeds`` are the seeds of cooperative batches, or this rank's (K,) int64 ids for the only batch.
-    ``mask`` is the edge column that marks the plans' edges. None: all edges.
+    Args:
+        seeds: The seeds for cooperative batches, or this rank's (K,) int64 ids for the only batch.
+        mask: Edge column that marks the edges in the plans. None for all edges.
     """
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds | Array, mask: str | None = None) -> None:
@@ -142,15 +142,15 @@ class PlanMaker:
         self.mask = mask
         self._planner = Planner(g, mask)
         self._is_leader = g.session.topology.local_rank == 0
-        # External nodes of a server are selected once for all of its batches.
+        # A server's external nodes are selected once for all its batches.
         self._compose = lru_cache(1)(partial(_compose, g, seeds))
         self._make_selection = lru_cache(1)(make_selection)
 
     def make(self, spec: PlanSpec, step: int) -> RankPlan:
-        """Return this rank's plan of the step. All ranks must call it, each from one thread at a time."""
+        """Return this rank's plan for the step. All ranks must call it, each from one thread at a time."""
         seeds = self.seeds
         if isinstance(seeds, ServerSeeds):
-            # Only the leader of a server passes its seeds.
+            # Only a server's leader passes the server's seeds.
             seeds = self._compose(spec)[step] if self._is_leader else NO_IDS
         selection = None
         if spec.eas is not None:
@@ -167,7 +167,7 @@ class PlanMaker:
 
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
-    """Return the seeds of each cooperative batch of this server."""
+    """Return the seeds that each cooperative batch has on this server."""
     assert isinstance(seeds, ServerSeeds)
     own_seeds = seeds.own_seeds
     server = g.session.topology.server
@@ -180,13 +180,17 @@ def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[
 
 @final
 class PlanSource:
-    """The plans of this rank for all steps of an epoch. Every rank must construct it.
+    """This rank's plans for all steps in an epoch. Every rank must construct it.
 
     All ranks have the same number of steps and request them in the same order. Requests use no collectives,
-    so a thread can make plans one step ahead while the model trains. All epochs have the same plans. Plans of
-    cooperative batches are stored on disk, with their fetched rows if there are several batches. With a mask
-    both stay in memory, because the mask may have other values in the next run. Raises ConfigError if there
-    are more batches than the largest server has seeds, and PeerError if a rank did not take part.
+    so a thread can make plans one step ahead while the model trains. All epochs have the same plans.
+
+    Plans for cooperative batches are stored on disk, with their fetched rows if there are several batches.
+    With a mask both stay in memory, because the mask may have other values in the next run.
+
+    Raises:
+        ConfigError: there are more batches than seeds on the largest server.
+        PeerError: a rank did not take part.
     """
 
     def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec) -> None:
@@ -195,13 +199,13 @@ class PlanSource:
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
         self._held: dict[int, RankPlan] = {}
-        """Plans in memory by step: the plan of a single batch, and plans that are not stored on disk."""
+        """Plans in memory by step: the plan for a single batch, and plans that are not stored on disk."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
         """Epoch and step expected by the next request."""
         self.row_cache: PlanCache | None = None
-        """Cache on disk for the columns of planned rows, or None if they are not kept on disk."""
+        """Disk cache for columns at planned rows, or None if they are not kept on disk."""
 
         if not isinstance(maker.seeds, ServerSeeds):
             # All ranks together have the same seeds in each epoch.
@@ -226,7 +230,7 @@ class PlanSource:
         self.row_cache = self._cache if len(self) > 1 else None
 
     def __len__(self) -> int:
-        """Number of steps in an epoch, equal on all ranks."""
+        """Number of steps per epoch, equal on all ranks."""
         return self._spec.num_batches
 
     def plan(self, epoch: int, step: int) -> RankPlan:
@@ -235,7 +239,7 @@ class PlanSource:
             # A single plan is not made ahead, so it is made on this thread, where Ctrl-C ends it.
             return self._make(step)
 
-        # The look-ahead of loaders depends on timing, but all ranks must make the same plans. So an epoch
+        # How far loaders look ahead depends on timing, but all ranks must make the same plans. So an epoch
         # that is left early is still planned to its end.
         if (epoch, step) != self._position:
             self._finish_epoch()
@@ -259,14 +263,14 @@ class PlanSource:
                 self._pending[epoch, step] = self._pool.submit(self._make, step)
 
     def _finish_epoch(self) -> None:
-        """Begin the remaining plans of the epoch. The thread makes them even if nobody waits for them."""
+        """Begin the epoch's remaining plans. The thread makes them even if nobody waits for them."""
         epoch, next_step = self._position
         self._begin(epoch, range(next_step, len(self)))
         self._position = (epoch, len(self))
         self._pending.clear()
 
     def _make(self, step: int) -> RankPlan:
-        """Return the plan of a step from memory or from disk, or make and keep it."""
+        """Return a step's plan from memory or from disk, or make and keep it."""
         if step in self._held:
             return self._held[step]
         if self._cache is not None and step in self._on_disk:
@@ -296,9 +300,9 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
 
 @final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls, on any thread.
+    """Reads the columns that plans need by one-sided calls, on any thread.
 
-    For each feature row of another server it sends 8 bytes and receives the row. A server receives each row
+    For each feature row on another server it sends 8 bytes and receives the row. A server receives each row
     once, because its ranks hold different rows. Edge values are read once for all layers. Rows in the
     ``cache`` on disk are mapped, and nothing is sent for them.
     """
@@ -309,7 +313,7 @@ class ColumnReader:
         self._cache = cache
 
     def inputs(self, plan: TypedPlan, fetch: Mapping[str, Fetch] | None = None) -> RowsByType[str]:
-        """Return the features for this rank's rows or, if there is a ``fetch``, for all sources of layer 1.
+        """Return the features for this rank's rows or, if there is a ``fetch``, for all sources in layer 1.
 
         ``fetch`` has a function for each node type. It maps (own rows, (n_halo, *row) output) to the filled
         output, in the stored type. With it, this call is collective.
@@ -346,7 +350,7 @@ class ColumnReader:
         return rows
 
     def edges(self, plan: TypedPlan) -> RowsByType[EdgeType]:
-        """Return the (E, *row) edge columns of layer 1. The edges of later layers are a prefix."""
+        """Return the (E, *row) edge columns for layer 1. Later layers use a prefix of these edges."""
         rows = {}
         for etype, keys in self._columns.edges.items():
             edge_ids = plan.layers[0].relations[etype].edge_ids
@@ -356,7 +360,7 @@ class ColumnReader:
     def _read_rows(
         self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0
     ) -> dict[str, Tensor]:
-        """Return the rows of ``ids`` by column name, from the cache on disk or from the servers."""
+        """Return the rows at ``ids`` by column name, from the cache on disk or from the servers."""
         rows = {}
         pulls = {}
         for name, key in keys.items():
@@ -383,10 +387,10 @@ class ColumnReader:
 
 @final
 class HaloBatch:
-    """The blocks and columns of one plan on one rank, read by one-sided calls, on any thread.
+    """One plan's blocks and columns on one rank, read by one-sided calls, on any thread.
 
-    With ``filled``, the model's input has the rows of all sources of layer 1, including the halo. Then the
-    constructor is collective. Otherwise it has only this rank's rows, and layer 1 exchanges the halo.
+    With ``filled``, the model's input has rows for all sources in layer 1, including the halo. Then the
+    constructor is collective. Otherwise it only has this rank's rows, and layer 1 exchanges the halo.
     """
 
     def __init__(
@@ -409,11 +413,11 @@ class HaloBatch:
 
         own_nodes = {ntype: copy(torch.from_numpy(ids)) for ntype, ids in typed_plan.nodes.items()}
         self.input_nodes: NodeIds = own_nodes if len(own_nodes) > 1 else own_nodes[g.ntypes[0]]
-        """(n,) int64 global ids of the input rows of the model, by type if there are several."""
+        """(n,) int64 global ids for the model's input rows, by type if there are several."""
         if filled:
             self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.arrive: Callable[[], None] | None = None
-        """Function that lets the consumer's stream wait for copies to the device."""
+        """Lets the consumer's stream wait for copies to the device."""
         self.fetch_s = time.perf_counter() - begin_s
         """Seconds spent in the constructor, or 0 once they have been counted."""
         self.sample_s = 0.0
@@ -421,7 +425,7 @@ class HaloBatch:
     def _build_blocks(
         self, g: DistGraph, plan: TypedPlan, copy: Copy, request: LoaderRequest
     ) -> TypeExchanges:
-        """Add the blocks of ``plan`` to :attr:`blocks`, and return the exchanges of layer 1."""
+        """Add the blocks for ``plan`` to :attr:`blocks`, and return the exchanges for layer 1."""
         exchanges: list[TypeExchanges] = []
         for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
@@ -439,8 +443,8 @@ class HaloBatch:
     def _set_columns(
         self, plan: TypedPlan, reader: ColumnReader, copy: Copy, exchanges: TypeExchanges | None
     ) -> None:
-        """Read the blocks' columns. With ``exchanges``, features include the halo of layer 1."""
-        # Edge columns are read once, because the edges of a later layer are a prefix of those of layer 1.
+        """Read the blocks' columns. With ``exchanges``, features include the halo for layer 1."""
+        # Edge columns are read once, because a later layer uses a prefix of the edges in layer 1.
         edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(plan).items()}
         first_rows = plan.layers[0].rows
         fetch = None
@@ -459,11 +463,11 @@ class HaloBatch:
                 block.edges[etype].data.update({name: rows[:num_edges] for name, rows in columns.items()})
 
     def open_blocks(self, session: Session, step_number: int | None, share: StepShare) -> list[AnyHaloBlock]:
-        """Return the blocks for a step with the ``share`` of this rank, and set the share of the session.
+        """Return the blocks for a step in which this rank has ``share``, and set the session's share.
 
         A kept batch is delivered again, so the blocks are copies, on which a model may set columns.
         """
-        # HaloModel applies n_local / n_global to the gradient at the model's output. So rows outside of the
+        # HaloModel applies n_local / n_global to the gradient at the model's output. So rows outside the
         # model, such as embeddings, have equal weight on each rank.
         session.step_share = StepShare(num_local=1, num_global=session.topology.world_size)
         blocks = [block.local_var() for block in self.blocks]
@@ -474,7 +478,7 @@ class HaloBatch:
 
 
 def _open_exchanges(g: DistGraph, layer: TypedLayer, number: int, wire: WireDtype) -> TypeExchanges:
-    """Return the exchanges of layer ``number`` by node type and edge type."""
+    """Return the exchanges for layer ``number`` by node type and edge type."""
     halos: dict[str | EdgeType, HaloExchange] = {}
     for ntype, rows in layer.rows.items():
         halos[ntype] = HaloExchange(g.session, rows, number, wire)
@@ -487,7 +491,7 @@ def _open_exchanges(g: DistGraph, layer: TypedLayer, number: int, wire: WireDtyp
 def _build_block(
     g: DistGraph, layer: TypedLayer, nodes: Mapping[str, Array], exchanges: TypeExchanges, mask: str | None
 ) -> AnyHaloBlock:
-    """Return the block of ``layer``. ``nodes`` are the ids of this rank's feature rows by node type."""
+    """Return the block for ``layer``. ``nodes`` are ids by node type for this rank's feature rows."""
     out_degrees = g.out_degrees if mask is None else partial(_refuse_out_degrees, mask)
     graph_data: Any = {"out_degrees": out_degrees, "edge_order": g.orig_edge_ids}
     if not g.is_homogeneous:
@@ -512,20 +516,20 @@ def _copy_all(columns: Mapping[str, Tensor], copy: Copy) -> dict[str, Tensor]:
 
 NodeIds: TypeAlias = Tensor | dict[str, Tensor]
 Batch: TypeAlias = tuple[NodeIds, NodeIds, list[AnyHaloBlock]]
-"""The ids of the input rows, the ids of this rank's seeds, and the blocks with the input layer first."""
+"""Ids for the input rows, ids for this rank's seeds, and the blocks with the input layer first."""
 
 
 @final
 class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
     """Iterates over ``(input_nodes, output_nodes, blocks)``. Every rank must construct it and iterate alike.
 
-    The seeds of a batch are those of all ranks, and one of the ranks computes each seed. So ``output_nodes``
+    A batch's seeds come from all ranks, and each seed is computed by a single rank. So ``output_nodes``
     differ from the indices that this rank passed. Take labels from ``blocks[-1].dstdata`` or by
     ``output_nodes``.
 
     With one step per epoch, structure and columns are kept from epoch to epoch. With ``use_pp``, the halo
-    features of layer 1 are kept too. With several steps, the next step is read while one trains, from disk if
-    the source stores it.
+    features for layer 1 are kept too. With several steps, the next step is read while one trains, from disk
+    if the source stores it.
     """
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
@@ -583,7 +587,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
 @final
 class HaloStages(Stages[HaloBatch]):
-    """The stages of full-graph training. The first stage makes the plan, the blocks and the rows."""
+    """The stages in full-graph training. The first stage makes the plan, the blocks and the rows."""
 
     def __init__(self, loader: FullGraphLoader, epoch: int) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""The nodes of one rank of a distributed graph as one DGL graph."""
+"""One rank's nodes in a distributed graph, as one DGL graph."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 
 @final
 class LocalGraph(InEdgesOnlyGraph, DGLGraph):
-    """This rank's nodes of a graph, as a homogeneous DGL graph for any ``dgl.nn`` module.
+    """This rank's nodes, as a homogeneous DGL graph for any ``dgl.nn`` module.
 
-    The nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank.
-    The edges are all in-edges of these nodes. In- and out-degrees are those of the whole graph.
+    All node rows belong to this rank, both in ``ndata`` and in what models read and return. The edges are all
+    in-edges into these nodes. In- and out-degrees count all edges in the distributed graph.
 
     ``update_all`` and ``apply_edges`` exchange the source columns that messages read. Each value is exchanged
-    once. So all layers of a model, and several hops in one layer (SGConv, TAGConv, ChebConv, APPNPConv),
-    compute the same results and gradients as on the whole graph. Every rank must run the same operations in
+    once. So all layers in a model, and several hops in one layer (SGConv, TAGConv, ChebConv, APPNPConv),
+    compute the same results and gradients as on the uncut graph. Every rank must run the same operations in
     the same order. A column with a prefetched halo (``use_pp``) is not exchanged as long as it is unchanged.
 
-    The following would see this rank only and are not supported: functions of the reversed graph
-    (``edge_softmax(norm_by="src")``, ``EdgeWeightNorm("both")``, and edge weights of SGConv, TAGConv,
+    The following would see this rank only and are not supported: functions that need the reversed graph
+    (``edge_softmax(norm_by="src")``, ``EdgeWeightNorm("both")``, and edge weights in SGConv, TAGConv,
     APPNPConv and GCN2Conv), edges by their ends, subgraphs, derived graphs, readouts over all nodes, and
     ``dgl.ops``.
 
     Args:
-        block: A block of one layer. Its destinations are all own rows.
+        block: A block for one layer. Its destinations are all own rows.
     """
 
     has_layer_rows = True
@@ -75,9 +75,9 @@ class LocalGraph(InEdgesOnlyGraph, DGLGraph):
         self._prefetched: tuple[_ExchangedColumn, ...] = ()
         self._exchanged: dict[str, _ExchangedColumn] = {}
         self.step_share: StepShare | None = None
-        """Number of targets on this rank and on all ranks. They weight a mean over this rank's targets."""
+        """Target counts on this rank and on all ranks. They weight a mean over this rank's targets."""
         self.step_number = 0
-        """Number of the training step, which is the key of dropouts."""
+        """Training step number, by which dropouts are keyed."""
 
     def keep_halo(self, name: str, halo: Tensor) -> None:
         """Use the (n_halo, ...) ``halo`` for the column ``name`` until its values change."""
@@ -91,7 +91,7 @@ class LocalGraph(InEdgesOnlyGraph, DGLGraph):
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
         degrees = self._block.out_degrees(u)
-        # The block knows the degrees of halo nodes, too.
+        # The block knows degrees for halo nodes, too.
         return degrees[: self.num_nodes()] if is_all(u) else degrees
 
     def num_nodes(self, ntype: str | None = None) -> int:
@@ -171,7 +171,7 @@ class LocalGraph(InEdgesOnlyGraph, DGLGraph):
         return rows if self._find_exchanged(name, rows) is None else None
 
     def _find_exchanged(self, name: str, rows: Tensor) -> Tensor | None:
-        """Return the rows of all sources for the column ``rows``, or None if they were not exchanged."""
+        """Return all source rows for the column ``rows``, or None if they were not exchanged."""
         columns = list(self._prefetched)
         if name in self._exchanged:
             columns.append(self._exchanged[name])
@@ -181,7 +181,7 @@ class LocalGraph(InEdgesOnlyGraph, DGLGraph):
         return None
 
     def _get_sources(self, name: str, rows: Tensor) -> Tensor:
-        """Return the rows of all sources for the column ``rows``. They are exchanged once."""
+        """Return all source rows for the column ``rows``. They are exchanged once."""
         sources = self._find_exchanged(name, rows)
         if sources is None:
             sources = self._block.all_rows(rows)
@@ -278,12 +278,12 @@ def local_graph(
     and the gradients back. With ``use_pp``, layer 1 sends nothing if its input is the unchanged features.
 
     Args:
-        g: A graph of one node and one edge type.
+        g: A graph with one node type and one edge type.
         columns: Names in ``g.ndata``. By default all of them.
         edge_columns: Names in ``g.edata``.
-        targets: Name of the mask column of the targets in the loss. If the graph has no such column, set
-            ``lg.step_share = count_targets(...)``, or wrap with reduction="sum".
-        use_pp: Whether to fetch and keep the halo of floating-point matrices.
+        targets: Mask column for the loss targets. If the graph has no such column, set ``lg.step_share =
+            count_targets(...)``, or wrap with reduction="sum".
+        use_pp: Whether to fetch and keep the halo for floating-point matrices.
 
     Raises:
         ConfigError: the session's strategy trains on mini-batches, the graph has several types, a column is
@@ -342,7 +342,7 @@ def _find_keys(view: DataView, names: Sequence[str], view_name: str) -> dict[str
 
 
 def _pull_rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
-    """Return the rows of ``ids`` by column name. All columns are requested at once."""
+    """Return the rows at ``ids`` by column name. All columns are requested at once."""
     pulls = {}
     for name, key in keys.items():
         pulls[name] = g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE)
@@ -354,7 +354,7 @@ def _pull_rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, T
 class _ExchangedColumn:
     own_rows: Tensor
     version: int | None
-    """Version counter of ``own_rows``, or None if changes are not tracked."""
+    """Version counter in ``own_rows``, or None if changes are not tracked."""
     sources: Tensor
 
     def matches(self, rows: Tensor) -> bool:

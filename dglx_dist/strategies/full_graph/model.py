@@ -39,12 +39,11 @@ def install(model: nn.Module) -> None:
 
     :func:`dglx_dist.layers.tracer.read_call` finds the argument with the rows. They are exchanged once, in
     the outermost module that receives them. Tensors with a row for each source are not exchanged. Other
-    tensors of own rows, including one-dimensional ones, are exchanged when they are set on the block's
-    sources.
+    own-row tensors, including one-dimensional ones, are exchanged when they are set on the block's sources.
 
     Edge data must be passed under an argument name for edges. Otherwise it would be exchanged if there are as
-    many edges as own rows. Modules called without such a block are unaffected. Copies of the model keep the
-    hooks, and modules that already have them are skipped.
+    many edges as own rows. Modules called without such a block are unaffected. Model copies keep the hooks,
+    and modules that already have them are skipped.
     """
     for module in model.modules():
         # A module with one argument cannot get both a block and rows. Scripted modules do not support hooks
@@ -59,7 +58,7 @@ def install(model: nn.Module) -> None:
 
 
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of ``module`` with halo rows, or None without a block. It is a hook of torch."""
+    """Return the arguments for ``module`` with halo rows, or None without a block. torch calls this hook."""
     values = (*args, *kwargs.values())
     is_distributed = any(isinstance(value, AnyHaloBlock | LocalGraph) for value in values)
     if is_distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
@@ -87,10 +86,10 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _complete_sources(
     module: nn.Module, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``module`` with the rows of all sources in place of this rank's own rows."""
+    """Return the arguments for ``module``, with rows for all sources in place of this rank's own rows."""
     block: HaloBlock = call.graph
     if block.has_cover and sums_sources(module):
-        # Sums have an exchange of their own, so the module gets a block of own rows instead.
+        # Sums have their own exchange, so the module gets a block with own rows only.
         own_block = block.of_own_rows()
         args = tuple(own_block if argument is block else argument for argument in args)
         return args, {name: own_block if value is block else value for name, value in kwargs.items()}
@@ -108,7 +107,7 @@ def _complete_sources(
 def _complete_types(
     module: nn.Module, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``module`` with the rows of all sources in place of this rank's own rows."""
+    """Return the arguments for ``module``, with rows for all sources in place of this rank's own rows."""
     block: TypedHaloBlock = call.graph
     if block.has_cover and isinstance(module, HeteroGraphConv):
         # The convolutions in this module exchange sums, or else rows, when they are called.
@@ -124,7 +123,7 @@ def _complete_types(
 
 
 def _has_rows(block: AnyHaloBlock) -> bool:
-    """Return whether the block has sources and destinations of each type."""
+    """Return whether the block has sources and destinations in each type."""
     ntypes = block.dsttypes if isinstance(block, TypedHaloBlock) else [None]
     return all(block.num_src_nodes(ntype) and block.num_dst_nodes(ntype) for ntype in ntypes)
 
@@ -158,12 +157,12 @@ def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
 
     sources = [call.sources] if torch.is_tensor(call.sources) else list(call.sources.values())
-    # The exchanges of all types are reached through one of them.
+    # Through one type's exchange, backward reaches all types' exchanges.
     return tie_gradient(output, max(sources, key=lambda rows: rows.requires_grad))
 
 
 def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | None:
-    """Return the argument with the source rows of a block, or None if there is none."""
+    """Return the argument with a block's source rows, or None if there is none."""
     call = read_call(module, args, kwargs, (HaloBlock, TypedHaloBlock))
     if call is None:
         return None
@@ -173,7 +172,7 @@ def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "rows as a tensor"
         )
     if not isinstance(call.sources, dict) and len(call.graph.srctypes) > 1:
-        return None  # A tensor cannot have rows of several types.
+        return None  # A tensor cannot have rows for several types.
     return call
 
 
@@ -188,7 +187,7 @@ def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
 
 
 def check_rows_stay_apart(model: nn.Module, features: Any = 0) -> None:
-    """Raise ConfigError if a module of ``model`` mixes rows of nodes that are not neighbours."""
+    """Raise ConfigError if a module in ``model`` mixes rows whose nodes are not neighbours."""
     for name, module in model.named_modules():
         where = f"{name!r} is a {type(module).__name__}" if name else f"the model is {type(module).__name__}"
         if isinstance(module, AnyBatchNorm):
@@ -216,7 +215,7 @@ def check_norms_know_rows(model: nn.Module) -> None:
 
 
 def check_rows_out(output: Any, blocks: list[AnyHaloBlock]) -> None:
-    """Raise ConfigError if ``output`` has the rows of an earlier level instead of the seeds."""
+    """Raise ConfigError if ``output`` has rows for an earlier level instead of the seeds."""
     if not torch.is_tensor(output) or output.dim() < 2 or isinstance(blocks[-1], TypedHaloBlock):
         return
     targets = blocks[-1].num_dst_nodes()
@@ -231,19 +230,19 @@ def check_rows_out(output: Any, blocks: list[AnyHaloBlock]) -> None:
 
 @final
 class HaloModel(ReplicatedModel):
-    """The user's model on halo blocks or a local graph, with the gradients of one process on every rank.
+    """The user's model on halo blocks or a local graph. Every rank gets the gradients of a single process.
 
     On halo blocks and local graphs, forward and backward are collective. Every rank must run both in every
     step, even without targets, and call its layers in the same order. On other blocks forward does not
     communicate.
 
-    The loss is the mean or the sum over the targets of this rank. Layers send gradients of halo rows to other
-    ranks, so the weight n_local / n_global is already applied to the gradient at the model's output.
-    ``nn.Dropout`` drops by (seed, step, node, column), so results do not depend on the number of ranks.
+    The loss is the mean or the sum over this rank's targets. Layers send halo row gradients to other ranks,
+    so the weight n_local / n_global is already applied to the gradient at the model's output. ``nn.Dropout``
+    drops by (seed, step, node, column), so results do not depend on the number of ranks.
 
     The user's model is changed in place. It gets hooks and dropouts that act on halo blocks only. Raises
-    ConfigError if a module mixes rows of nodes that are not neighbours, such as a batch norm, or
-    data_parallel could not train the model either.
+    ConfigError if a module mixes rows whose nodes are not neighbours, such as a batch norm, or data_parallel
+    could not train the model either.
     """
 
     def _check(self, model: nn.Module) -> None:
@@ -262,10 +261,10 @@ class HaloModel(ReplicatedModel):
         return super().exchange_seconds(reset=reset) + self._rows.seconds(reset=reset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module. The step is read from the blocks among the arguments.
+        """Call the user's module. Its blocks carry the step.
 
-        Raises ConfigError if in training, the blocks are not from the strategy's loader, a parameter was
-        unfrozen after wrapping, the model has fewer layers than blocks, or an input is the output of another
+        Raises ConfigError in training if the blocks are not from the strategy's loader, a parameter was
+        unfrozen after wrapping, the model has fewer layers than blocks, or an input was computed by another
         wrapped model.
         """
         arguments = flatten_arguments((*args, *kwargs.values()))
@@ -282,7 +281,7 @@ class HaloModel(ReplicatedModel):
             if pairs is not None:
                 stack.enter_context(pairs.in_model(self._dropouts.continue_with))
             if self._stale is not None and self.training and torch.is_grad_enabled():
-                # The versions of the weights identify an epoch, which lasts until the optimizer's step.
+                # The weights' versions identify an epoch, which lasts until the optimizer's step.
                 versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
                 stack.enter_context(self._stale.active(sum(versions)))
 
@@ -303,7 +302,7 @@ class HaloModel(ReplicatedModel):
         return self._mark_output(output, graphs, pairs if gathers_later else None)
 
     def _begin_step(self, graph: Any) -> None:
-        """Prepare exchanges and dropouts for the training step of ``graph``."""
+        """Prepare exchanges and dropouts for the training step that ``graph`` carries."""
         self._rows.step = graph.step_number
         self._dropouts.begin(graph.step_number, find_pass_ids(graph))
         if isinstance(graph, LocalGraph):
@@ -311,7 +310,7 @@ class HaloModel(ReplicatedModel):
             graph.step_number += 1
 
     def _mark_output(self, output: Any, graphs: list[Any], pairs: PairRows | None) -> Any:
-        """Weigh the gradients of ``output``, or those of the rows that ``pairs`` gather from it later."""
+        """Weigh the gradients at ``output``, or at the rows that ``pairs`` gather from it later."""
         if self._reduction == "sum":
             if pairs is not None:
                 pairs.expect(output, 1.0)
@@ -320,7 +319,7 @@ class HaloModel(ReplicatedModel):
         world_size = self._session.topology.world_size
         share = find_share((graphs,), self._session)
         weight = world_size * gradient_weight(share, self._reduction)
-        # Blocks before the last one have no share, because their rows are inputs of another model.
+        # Blocks before the last one have no share, because their rows are inputs to another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
         if pairs is not None:
             # Ranks add up the gradients of gathered rows, so each rank weighs its own before they are sent.

@@ -1,4 +1,4 @@
-"""Options of the full-graph strategies and their loaders."""
+"""Options for the full-graph strategies and their loaders."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 Aggregate: TypeAlias = Literal["sources", "cover"]
 
 COMMON = ("use_pp", "bucket_bytes", "wire_dtype", "edge_batches_per_step")
-"""Options of every full-graph strategy."""
+"""Options that every full-graph strategy takes."""
 EXCHANGING = (*COMMON, "aggregate", "staleness")
-"""Options of full_graph."""
+"""Options for full_graph."""
 PRELOADING = (*COMMON, "aggregate", "hops", "external_hops", "external_fanout", "external_policy")
-"""Options of shared_preload."""
+"""Options for shared_preload."""
 COOPERATIVE = (
     *(name for name in PRELOADING if name not in ("hops", "aggregate")),
     *("external_inner", "batches", "composition"),
@@ -120,7 +120,7 @@ class FullGraphOptions:
 
     @property
     def eas(self) -> EasOptions | None:
-        """Options of expansion-aware sampling. None: external neighbours are not sampled, all are used."""
+        """Options for expansion-aware sampling. None uses all external neighbours."""
         if self.external_hops is None and self.external_fanout is None and self.external_policy is None:
             return None
         defaults = EasOptions()
@@ -141,7 +141,7 @@ class FullGraphOptions:
 
 
 _BATCHES_IN_USE = 2
-"""Number of batches in use beside those made ahead: one in the training loop, and one in backward."""
+"""Number of batches in use besides those made ahead: one in the training loop, and one in backward."""
 
 _MINI_BATCH_OPTIONS = ("batch_size", "shuffle", "drop_last")
 """Loader options without effect on full-graph training."""
@@ -153,29 +153,29 @@ class LoaderRequest:
     """Checked arguments of a full-graph loader."""
 
     seeds: Array
-    """(B,) int64 distinct unified ids of this rank. They may overlap with those of other ranks."""
+    """(B,) int64 distinct unified ids on this rank. They may overlap with other ranks' ids."""
     num_layers: int
     """L >= 1, equal on all ranks."""
     columns: Columns
-    """Columns of the blocks."""
+    """Columns that the blocks get."""
     seed: int
     """Random seed, equal on all ranks."""
     depth: int
     """Number of batches to make ahead if an epoch has several."""
     device: torch.device
-    """Device of the blocks."""
+    """Device for the blocks."""
     mask: str | None = None
-    """Column of the edges along which messages run. None: all edges."""
+    """Column that marks the edges along which messages run. None for all edges."""
     wire: WireDtype = "same"
-    """Format of exchanged rows."""
+    """Format for exchanged rows."""
 
 
 def read_request(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, loader_options: Mapping[str, Any]
 ) -> LoaderRequest:
-    """Check the arguments of a loader of ``strategy``. Every rank must call it.
+    """Check the arguments for a ``strategy`` loader. Every rank must call it.
 
-    Full-graph training uses all seeds and all neighbours, so rank 0 warns of a batch size and of fan-outs.
+    Full-graph training uses all seeds and all neighbours, so rank 0 warns about a batch size and fan-outs.
 
     Raises:
         ConfigError: a column does not exist, the sampler or an option is not supported, or the arguments
@@ -199,7 +199,7 @@ def read_request(
 
 
 def _warn_of_ignored(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> None:
-    """Warn the user of arguments that only apply to mini-batches."""
+    """Warn the user about arguments that only apply to mini-batches."""
     ignored = []
     for fanout in fanouts:
         sizes = list(fanout.values()) if isinstance(fanout, Mapping) else [fanout]
@@ -258,7 +258,7 @@ def _read_arguments(
 def _is_mask(g: DistGraph, plan: SamplePlan) -> bool:
     """Return whether the sampler draws by a column that marks edges. Then it takes all marked edges.
 
-    Raises ConfigError if edges of some types only have this column.
+    Raises ConfigError if the column exists in some edge types only.
     """
     if plan.weights is None or plan.has_edge_weights:
         return False

@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TypePairRows:
-    """Nodes of one type in a batch of pairs, and the exchange of their rows."""
+    """Nodes with one type in a batch of pairs, and the exchange for their rows."""
 
     exchange: HaloExchange
     num_own: int
-    """Number of rows of the last layer on this rank."""
+    """Number of rows that the last layer has on this rank."""
     nodes: Tensor
-    """(n,) int64 distinct nodes of the pairs."""
+    """(n,) int64 distinct nodes in the pairs."""
     kept_rows: Tensor
-    """(k,) int64 rows of the last layer that this rank or another one needs."""
+    """(k,) int64 last-layer rows that this rank or another one needs."""
     positions: Tensor
     """(n,) int64 position of each node among the kept rows and the received rows after them."""
 
     def gather(self, h: Tensor) -> Tensor:
-        """Return the (n, ...) rows of the nodes. ``h`` are the (num_own, ...) rows of the last layer."""
+        """Return (n, ...) rows for the nodes. ``h`` are this rank's (num_own, ...) last-layer rows."""
         kept_rows = self.kept_rows.to(h.device)
         positions = self.positions.to(h.device)
         sources = self.exchange.exchange(h.index_select(0, kept_rows))
@@ -53,8 +53,8 @@ class TypePairRows:
 class PairRows:
     """Node rows for one batch of pairs, from all ranks that computed them.
 
-    Backward adds the gradients of all ranks on the rank that computed a row. Rows and gradients are sent in
-    the format ``wire_dtype``.
+    Backward adds all ranks' gradients on the rank that computed a row. Rows and gradients are sent in the
+    format ``wire_dtype``.
     """
 
     def __init__(self, types: Mapping[str, TypePairRows]) -> None:
@@ -65,23 +65,22 @@ class PairRows:
         self._weight = 1.0
 
     def __call__(self, h: Any) -> Any:
-        """Return the (n, ...) rows of the pair graph's nodes. Every rank must call it.
+        """Return (n, ...) rows for the pair graph's nodes. Every rank must call it.
 
-        ``h`` are the (own rows, ...) rows of the last layer. With several node types it is a dictionary by
-        type, and so is the result. All ranks must pass the same types. Raises ConfigError if ``h`` has other
-        rows.
+        ``h`` are the last layer's (own rows, ...) rows. With several node types it is a dictionary by type,
+        and so is the result. All ranks must pass the same types. Raises ConfigError if ``h`` has other rows.
         """
         own_rows = self._read_own_rows(h)
         self.num_calls += 1
 
-        # All ranks exchange the types in the same order. A rank may score no pairs of a type, but in backward
-        # it must reach the exchanges of its peers.
+        # All ranks exchange the types in the same order. A rank may score no pairs with some type, but in
+        # backward it must reach its peers' exchanges.
         gathered_rows = {ntype: self._types[ntype].gather(own_rows[ntype]) for ntype in sorted(own_rows)}
         rows = join_gradients(gathered_rows)
         if self._note_nodes is None:
             rows = weigh_gradients(rows, self._weight)
         elif len(self._types) == 1:
-            # In a pass over several node types, dropouts do not know the nodes of rows.
+            # In a pass over several node types, dropouts do not know which nodes the rows belong to.
             for ntype, type_rows in rows.items():
                 self._note_nodes(self._types[ntype].nodes.to(type_rows.device))
 
@@ -91,7 +90,7 @@ class PairRows:
         return single_rows
 
     def _read_own_rows(self, h: Any) -> Mapping[str, Tensor]:
-        """Return the rows of the last layer by node type. Raise ConfigError if they have another shape."""
+        """Return the last layer's rows by node type. Raise ConfigError if they have another shape."""
         ntypes = [*self._types]
         if not isinstance(h, Mapping):
             if len(ntypes) > 1:
@@ -119,7 +118,7 @@ class PairRows:
     def in_model(self, note_nodes: Callable[[Tensor], None]) -> Iterator[None]:
         """Run a wrapped model, which weighs the gradients at its output if it calls this object.
 
-        ``note_nodes`` is then called with the (n,) int64 nodes of the rows.
+        ``note_nodes`` is then called with the (n,) int64 nodes that the rows belong to.
         """
         self._num_passes += 1
         self._note_nodes = note_nodes
@@ -158,9 +157,9 @@ def _describe(rows: Any) -> str:
 
 @final
 class PairPlanner:
-    """Finds for each batch of pairs which rows of the last layer the ranks send. Construction is collective.
+    """Finds which last-layer rows the ranks send, for each batch of pairs. Construction is collective.
 
-    A rank knows the holder of every node, 4 bytes each.
+    A rank knows which rank holds every node, at 4 bytes per node.
     """
 
     def __init__(self, g: DistGraph, plan: RankPlan, wire: WireDtype) -> None:
@@ -175,9 +174,9 @@ class PairPlanner:
         self._exchange, _ = open_plan_exchange(g.session)
 
     def plan(self, nodes: Mapping[str, Array]) -> PairRows:
-        """Return the rows of the (n,) int64 ascending ``nodes`` of each type. Every rank must call it.
+        """Return the rows for the (n,) int64 ascending ``nodes`` by type. Every rank must call it.
 
-        The ledger counts the 8 bytes of each requested id under ``plan``.
+        The ledger counts 8 bytes for each requested id under ``plan``.
         """
         topology = self._session.topology
         ranks = range(topology.world_size)
@@ -205,7 +204,7 @@ class PairPlanner:
     def _plan_type(
         self, ntype: str, nodes: Array, by_holder: Sequence[Array], requested: Mapping[int, Array]
     ) -> TypePairRows:
-        """Return the rows of ``nodes`` and their exchange.
+        """Return the rows for ``nodes`` and their exchange.
 
         ``by_holder`` has the nodes that each rank computes, and ``requested`` the nodes that peers need.
         """
@@ -225,7 +224,7 @@ class PairPlanner:
             send=tuple((peer, np.searchsorted(kept_rows, rows)) for peer, rows in sent_rows.items()),
         )
 
-        # Nodes of this rank are among the kept rows. Received rows follow.
+        # This rank's nodes are among the kept rows. Received rows follow.
         positions = np.empty(len(nodes), np.int64)
         positions[np.searchsorted(nodes, by_holder[rank])] = np.searchsorted(kept_rows, own_rows)
         halo_positions = np.searchsorted(nodes, layer.halo_nodes)
@@ -239,7 +238,7 @@ class PairPlanner:
         )
 
     def _find_rows(self, ntype: str, rank: int, ids: Array) -> Array:
-        """Return the (k,) rows of the own nodes ``ids``, which another rank requests."""
+        """Return (k,) rows for the own nodes ``ids``, which another rank requests."""
         if not np.isin(ids, self._nodes[ntype]).all():
             raise PeerError(
                 f"rank {rank} requests rows of nodes that this rank does not compute; run the same version "
@@ -249,7 +248,7 @@ class PairPlanner:
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:
-    """Return the (nested) tensors of ``output``, whose gradients are multiplied by ``weight``."""
+    """Multiply the gradients by ``weight`` at all (nested) tensors in ``output``."""
 
     def weigh(*floats: Tensor) -> list[Tensor]:
         return [WeighGradients.apply(tensor, weight) for tensor in floats]  # type: ignore[no-untyped-call]  # torch leaves it bare

@@ -1,13 +1,13 @@
-"""Construction of full-graph plans from the seeds of all ranks (GraNNDis).
+"""Builds full-graph plans from the seeds on all ranks (GraNNDis).
 
 See docs/strategies/shared_preload.md.
 
-The first rank of every server is its leader. It expands the seeds by one-sided requests and splits the rows
-among the server's ranks, which share them in memory. Each rank then builds its own layers. A rank reads
-no more of the graph than the in-edges of its server's rows.
+Every server's first rank is its leader. It expands the seeds by one-sided requests and splits the rows among
+the server's ranks, which share them in memory. Each rank then builds its own layers. From the graph, a rank
+reads no more than the in-edges into its server's rows.
 
 :func:`plan_steps` is a generator that makes one plan and yields the exchanges that it needs. Each rank runs
-its own generator and sends messages (:class:`Planner`), or one process runs those of all ranks
+its own generator and sends messages (:class:`Planner`), or one process runs a generator for every rank
 (:func:`make_all_plans`).
 """
 
@@ -63,12 +63,12 @@ from dglx_dist.strategies.full_graph.halo_plan import (
 )
 
 PLAN = "plan"
-"""Ledger phase of the ids that ranks exchange while planning."""
+"""Ledger phase for the ids that ranks exchange while planning."""
 
 _NOTIFY_FAILURE_TIMEOUT_S = 5.0
 """Seconds that a failed rank waits for each rank to receive its failure message."""
 MIN_NODES_FOR_PROGRESS = 1 << 17
-"""Minimum number of nodes for which rank 0 shows a progress bar."""
+"""Minimum node count for which rank 0 shows a progress bar."""
 _SHARED, _SAME_AS_PREVIOUS = "rows of the server", -1
 NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 
@@ -79,7 +79,7 @@ class PartitionContext:
 
     structure: GraphStructure
     bounds: Array
-    """(S + 1,) int64 first node of each server."""
+    """(S + 1,) int64 first node on each server."""
     topology: Topology
     """Topology as seen by this rank, or by any rank if there is no job."""
     seed: int
@@ -97,7 +97,7 @@ class PartitionContext:
         return RowOwners(self.bounds, self.topology).find_rank(nodes)
 
     def own_range(self, server: int) -> tuple[int, int]:
-        """Return the first node of ``server`` and the one after its last."""
+        """Return the half-open node range that ``server`` owns."""
         return int(self.bounds[server]), int(self.bounds[server + 1])
 
     def for_rank(self, rank: int) -> Topology:
@@ -107,16 +107,16 @@ class PartitionContext:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Parameters of a plan. Except for the seeds, they are equal on all ranks."""
+    """What a plan depends on. Except for the seeds, all is equal on all ranks."""
 
     seeds: Ids
-    """(K,) ids or a mask of nodes of any server. Duplicates, even on several ranks, count once."""
+    """(K,) ids or a node mask. The nodes may be on any server. Duplicates count once, even across ranks."""
     num_layers: int
     """L, at least 1."""
     hops: int
     """Number of layers that a server computes alone, 0..L. With L, no rows are sent between servers."""
     eas: Selection | None = None
-    """Function that selects the nodes that a server may use. It needs hops == L. None allows all nodes."""
+    """Selects the nodes that a server may use. It needs hops == L. None allows all nodes."""
     cover: bool = False
     """Whether sums over in-edges have their own exchange, see :class:`Cover`."""
     show_progress: bool = True
@@ -146,7 +146,7 @@ PlanSteps: TypeAlias = Generator[PlanStep, dict[int, Any], T]
 
 
 def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[RankPlan]:
-    """Make the plan of the rank ``context.topology.rank``."""
+    """Make the plan for the rank ``context.topology.rank``."""
     topology = context.topology
     seeds = yield from _gather_seeds(context, request)
     members = topology.ranks_of_server(topology.server)
@@ -175,7 +175,7 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
     if not request.cover or not isinstance(context.structure, UnifiedGraph):
         return plan
 
-    # Sums of different edge types cannot be added, so each type has its own covers.
+    # Sums over different edge types cannot be added, so each type has its own covers.
     typed_layers = context.structure.split(plan).layers
     relations = [layer.relations[etype] for etype in context.structure.structures for layer in typed_layers]
     covered_layers = yield from _cover_layers(topology.world_size, relations)
@@ -184,7 +184,7 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
 
 
 def _count_edges(context: PartitionContext, layers: Sequence[HaloLayer]) -> PlanSteps[Array]:
-    """Return :attr:`RankPlan.edge_counts`. Ranks of a graph of one type send nothing."""
+    """Return :attr:`RankPlan.edge_counts`. With a single type, ranks send nothing."""
     graph = context.structure
     if not isinstance(graph, UnifiedGraph):
         return NO_IDS
@@ -204,7 +204,7 @@ def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
     seeds_by_leader = _split_by_leader(context, seeds)
     ranks = range(context.topology.world_size)
-    # The number of all seeds tells each rank whether any rank was given a seed.
+    # Every rank learns how many seeds each rank has, so all notice if there are none at all.
     num_seeds = np.array([len(seeds)])
     outgoing = {rank: [num_seeds, seeds_by_leader.get(rank, NO_IDS)] for rank in ranks}
     received = yield PlanStep(name="seeds", among=ranks, outgoing=outgoing)
@@ -214,7 +214,7 @@ def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[
 
 
 def _find_leaders(context: PartitionContext) -> list[int]:
-    """Return the first rank of each server."""
+    """Return each server's first rank."""
     topology = context.topology
     return [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
 
@@ -231,7 +231,7 @@ def split_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
 def _compute_server_rows(
     context: PartitionContext, request: PlanRequest, seeds: Array
 ) -> PlanSteps[KHopNeighborhood]:
-    """Return the rows that this server computes, each assigned to one of its ranks. Called on leaders.
+    """Return the rows that this server computes, each assigned to one rank. Called on leaders.
 
     At level ``hops`` and above, a server computes those of its own nodes that any server reads. So servers
     exchange the ids that they read from each other. Below, a server computes everything that its rows read.
@@ -243,7 +243,7 @@ def _compute_server_rows(
     allowed_nodes = None
     if request.eas is not None:
         allowed_nodes = np.union1d(request.eas(context.structure, own_range, seeds), seeds)
-    # Each level adds rows to those of the levels above.
+    # Each level adds rows to what the levels above have.
     new_rows = [seeds]
     known_rows = seeds
     all_sources = NO_IDS
@@ -257,7 +257,7 @@ def _compute_server_rows(
             sources = [number_distinct(chunk.sources)[0] for chunk in level_edges]
             read_ids = np.unique(np.concatenate([NO_IDS, *sources]))
 
-            # Sources of all levels so far are needed, because the levels above did not add rows of other
+            # All levels so far contribute sources, because the levels above did not add rows on other
             # servers.
             all_sources = np.union1d(all_sources, read_ids)
             computed_rows = all_sources
@@ -270,7 +270,7 @@ def _compute_server_rows(
             known_rows = np.union1d(known_rows, new_rows[-1])
             advance(1)
 
-        # The rows of level 0 are those of all levels, so its count comes first.
+        # Level 0 includes the rows from all levels, so its count comes first.
         counts = np.cumsum([len(rows_of_level) for rows_of_level in new_rows], dtype=np.int64)[::-1].copy()
         lengths = [np.diff(chunk.indptr) for chunk in edges]
         rows = KHopNeighborhood(
@@ -291,7 +291,7 @@ def _compute_server_rows(
 
 
 def _read_in_edges(context: PartitionContext, nodes: Array, allowed_nodes: Array | None) -> list[InEdges]:
-    """Return the in-edges of ``nodes`` in chunks. Edges from nodes that are not allowed are left out."""
+    """Return the in-edges into ``nodes`` in chunks. Edges from nodes that are not allowed are left out."""
     edges = []
     for _, chunk in iterate_in_edges(context.structure, nodes):
         edges.append(chunk if allowed_nodes is None else keep_edges_from(chunk, allowed_nodes))
@@ -306,18 +306,18 @@ class _RankRows:
     nodes: Array
     """(n,) int64 global ids."""
     counts: Array
-    """(L + 1,) int64. The rows of level l are the first ``counts[l]`` rows."""
+    """(L + 1,) int64. Level l has the first ``counts[l]`` rows."""
     indptr: Array
     """(counts[1] + 1,) int64."""
     edge_ids: Array
-    """(E,) int64 global ids of the in-edges into the rows of level 1."""
+    """(E,) int64 global ids for the in-edges into level 1 rows."""
     sources: Array
-    """(d,) ascending int64 global ids of the distinct sources of these edges."""
+    """(d,) ascending int64 global ids for the distinct sources that these edges have."""
     source_of: Array
-    """(E,) int64 index of the source of each edge in :attr:`sources`."""
+    """(E,) int64 position in :attr:`sources` for each edge."""
 
     def is_read_by(self, layer: int) -> Array:
-        """Return the (d,) bool mask of sources that a target of ``layer`` reads."""
+        """Return a (d,) bool mask for the sources that any target in ``layer`` reads."""
         num_edges = self.indptr[self.counts[layer]]
         is_read = np.zeros(len(self.sources), dtype=bool)
         is_read[self.source_of[:num_edges]] = True
@@ -325,7 +325,7 @@ class _RankRows:
 
 
 def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
-    """Return the rows of the server that ``rank`` computes, with their in-edges."""
+    """Return the server rows that ``rank`` computes, with their in-edges."""
     rows = np.flatnonzero(server_rows.holders == rank)
     counts = np.searchsorted(rows, server_rows.counts)
     rows_with_edges = rows[: counts[1]]
@@ -334,7 +334,7 @@ def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
     edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], degrees)
 
-    # Sources are sorted by id, so their positions in the order of appearance are mapped to sorted positions.
+    # Sources are sorted by id, so positions by first appearance are mapped to sorted positions.
     distinct_sources, source_index = number_distinct(np.asarray(server_rows.sources[edge_indices]))
     order = np.argsort(distinct_sources)
     sorted_index = np.empty(len(order), np.int64)
@@ -352,9 +352,9 @@ def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
 def _read_layers(
     context: PartitionContext, hops: int, own_rows: _RankRows, server_rows: KHopNeighborhood
 ) -> PlanSteps[list[HaloLayer]]:
-    """Return the L layers of a rank, input layer first, without ``send`` lists. Equal layers are one object.
+    """Return a rank's L layers, input layer first, without ``send`` lists. Equal layers are one object.
 
-    Layers up to ``hops`` read only rows of this rank's server.
+    Layers up to ``hops`` read only rows on this rank's server.
     """
     num_nodes = int(context.bounds[-1])
     sources = own_rows.sources
@@ -407,10 +407,10 @@ def _find_holders(
 
 
 def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Array, rank: int) -> HaloLayer:
-    """Build a layer of ``rank``, without its ``send`` lists.
+    """Build a layer for ``rank``, without its ``send`` lists.
 
-    For each of the d sources, ``holders`` has the rank that holds its row, and ``own_index`` has the position
-    of its row among this rank's rows, or -1.
+    For each of the d sources, ``holders`` has the rank that holds its row, and ``own_index`` has its row's
+    position among this rank's rows, or -1.
     """
     num_own = int(own_rows.counts[layer - 1])
     num_targets = int(own_rows.counts[layer])
@@ -442,8 +442,8 @@ def _finish_layers(
 ) -> PlanSteps[list[HaloLayer]]:
     """Exchange halo requests, and return ``layers`` with their ``send`` lists.
 
-    Each rank receives the (L,) int64 numbers of its rows that this rank needs, and the int64 ids of these
-    rows. A count of -1 means the same rows as in the previous layer, and their ids are not repeated.
+    From this rank, each rank receives (L,) int64 counts and int64 ids for the rows that this rank needs. A
+    count of -1 means the same rows as in the previous layer, and their ids are not repeated.
     """
     ranks = range(context.topology.world_size)
     index = RowPositions(own_rows.nodes, int(context.bounds[-1]))
@@ -520,8 +520,8 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
     covered_layers: list[HaloLayer] = []
     messages: dict[int, Array] = {}
     for i, layer in enumerate(layers):
-        # The message of a rank is empty for a layer that is the same as its previous layer. Then its last
-        # message still applies.
+        # A rank's message is empty for a layer that is the same as its previous layer. Then its last message
+        # still applies.
         messages |= {rank: arrays[i] for rank, arrays in answers.items() if len(arrays[i])}
         if is_same[i]:
             covered_layers.append(covered_layers[-1])
@@ -536,10 +536,10 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
 def make_all_plans(
     context: PartitionContext, seeds: Sequence[Array], num_layers: int, hops: int, **options: Any
 ) -> list[RankPlan]:
-    """Make the plans of all W ranks in this process, which must have the structure of the whole graph.
+    """Make all W ranks' plans in this process, which must have the uncut graph's structure.
 
-    ``seeds`` has one array for each server: the ascending ids of output nodes that this server owns.
-    ``options`` are further fields of a :class:`PlanRequest`.
+    ``seeds`` has one array for each server: ascending ids for the output nodes that this server owns.
+    ``options`` are further :class:`PlanRequest` fields.
     """
     topology = context.topology
     seeds_by_leader = dict(zip(_find_leaders(context), seeds, strict=True))
@@ -576,7 +576,7 @@ class FailedOnAnotherRankError(RemoteError):
 
 @final
 class PlanExchange:
-    """Exchanges the arrays of plan steps between ranks, in numbered jobs. Every rank takes part in each job.
+    """Exchanges plan steps' arrays between ranks, in numbered jobs. Every rank takes part in each job.
 
     All ranks must construct it before one sends. ``label`` prefixes the RPC operations.
     """
@@ -586,7 +586,7 @@ class PlanExchange:
         self._failed_op = f"{label}.failed"
         self._job_op = f"{label}.job"
         self._job = 0
-        # A list, because a closure answers other ranks with the number of the job that runs, or 0.
+        # A list, because a closure answers other ranks with the running job's number, or 0.
         current_job = [0]
         self._current_job = current_job
         self._arrays = OneSidedExchange(session, f"{label}.deliver", "create the same loaders on every rank")
@@ -626,13 +626,13 @@ class PlanExchange:
             self._current_job[0] = 0
 
     def exchange(self, step: PlanStep) -> dict[int, list[Array]]:
-        """Send the arrays of ``step`` to the other ranks, and wait for theirs.
+        """Send the arrays in ``step`` to the other ranks, and wait for theirs.
 
         Returns:
-            The arrays that each other rank has sent, in ascending order of the ranks.
+            The arrays that each other rank has sent, by ascending rank.
 
         Raises:
-            FailedOnAnotherRankError: another rank of this job failed. The message has that rank's error.
+            FailedOnAnotherRankError: another rank failed in this job. The message has that rank's error.
             PeerError: a rank is dead, or it has not started planning within the session's time-out.
         """
         outgoing = {rank: step.outgoing.get(rank, ()) for rank in step.among}
@@ -646,7 +646,7 @@ class PlanExchange:
         return int(job[0]) == self._job
 
     def _send_failure(self, error: Exception) -> None:
-        """Send the text of ``error`` to all other ranks, which then raise FailedOnAnotherRankError."""
+        """Send the error's text to all other ranks, which then raise FailedOnAnotherRankError."""
         topology = self._session.topology
         text = f"{type(error).__name__}: {error}".encode()[:2000]
         arrays = [np.frombuffer(text, dtype=np.uint8)]
@@ -669,7 +669,7 @@ def open_plan_exchange(session: Session) -> tuple[PlanExchange, str]:
 
 @final
 class Planner:
-    """Makes plans for ``g``, and answers the requests of other ranks. Every rank must construct it.
+    """Makes plans for ``g``, and answers requests from other ranks. Every rank must construct it.
 
     With ``mask``, plans have only the edges that this edge column marks.
 
@@ -706,7 +706,7 @@ class Planner:
                     return plan
 
     def _share(self, step: PlanStep, job: int) -> dict[int, Any]:
-        """Return the leader's rows by the leader's rank. Ranks of a server share them as files."""
+        """Return the leader's rows by the leader's rank. A server's ranks share them as files."""
         leader = min(step.among)
         server_rows = step.outgoing.get(self._session.topology.rank)
         if len(step.among) == 1:
@@ -725,11 +725,13 @@ class Planner:
 
 
 def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], int]:
-    """Count the rows that servers of one rank send for a layer of all nodes.
+    """Count the rows that one-rank servers send for a layer over all nodes.
 
-    Returns the number of rows for each node type without covers, and the number of all rows with covers.
     Any process may call it alone. All parts must be on this machine. Memory is needed for the edges that a
     server reads from others.
+
+    Returns:
+        Row counts by node type without covers, and the row count over all types with covers.
     """
     manifest = dataset.manifest
     num_rows = dict.fromkeys(manifest.node_types, 0)
@@ -754,7 +756,7 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], i
 def _read_foreign_edges(
     dataset: StoredDataset, etype: EdgeType, placement: Placement, server: int
 ) -> tuple[Array, Array]:
-    """Return the (E,) sources and targets of the in-edges of ``server`` with a source on another server."""
+    """Return (E,) sources and targets for in-edges into ``server`` with a source on another server."""
     source_type, _, target_type = etype
     offsets = dataset.manifest.node_offsets
     first_node, end_node = placement.server_offsets(offsets[source_type])[server : server + 2]
@@ -764,7 +766,7 @@ def _read_foreign_edges(
         indptr = dataset.part(part).indptr(etype)
         sources = dataset.part(part).indices(etype)
         foreign_edges = np.flatnonzero((sources < first_node) | (sources >= end_node))
-        # An edge belongs to the last target whose edges do not begin behind it.
+        # Each edge belongs to the last target whose edges begin at or before it.
         targets = np.searchsorted(indptr, foreign_edges, "right") - 1
         foreign_sources.append(sources[foreign_edges])
         foreign_targets.append(offsets[target_type][part] + targets)
@@ -772,7 +774,7 @@ def _read_foreign_edges(
 
 
 def _count_cover_rows(sources: Array, targets: Array) -> int:
-    """Return the number of rows and sums that cover the edges between two servers."""
+    """Count the rows and sums that cover the edges between two servers."""
     source_ids, source_index = np.unique(sources, return_inverse=True)
     target_ids, target_index = np.unique(targets, return_inverse=True)
     is_sent, is_summed = minimum_cover(source_index, target_index, len(source_ids), len(target_ids))
@@ -780,7 +782,7 @@ def _count_cover_rows(sources: Array, targets: Array) -> int:
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
-    """Make this rank's plan. Every rank must call it. The arguments are fields of :class:`PlanRequest`."""
+    """Make this rank's plan. Every rank must call it. The arguments are :class:`PlanRequest` fields."""
     return Planner(g).plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, **options))
 
 

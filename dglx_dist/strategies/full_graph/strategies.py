@@ -44,7 +44,7 @@ def _read_options(strategy: str, options: Mapping[str, object], *, names: Sequen
 _EXTERNAL_HOPS = (1, 2)
 """Numbers of expansion rounds to compare."""
 _EXTERNAL_FANOUT = 15
-"""Fan-out of the paper."""
+"""Fan-out in the paper."""
 _BATCH_COUNTS = (2, 8, 32)
 """Numbers of cooperative batches to compare. Graphs that do not fit in memory need several."""
 _MAX_BATCHES = 16
@@ -79,9 +79,9 @@ class OpenedFullGraph(OpenedStrategy):
     def make_loader(self, indices: Any, sampler: Any, **loader_options: Any) -> FullGraphLoader:
         """Return the loader. Every rank must call it.
 
-        The rank or server that owns a seed computes it. The sampler gives the number of layers and the
-        columns to prefetch. A batch size has no effect. Raises ConfigError if an argument or option is not
-        supported, see :func:`read_request`, and PeerError if a rank did not take part.
+        The rank or server that owns a seed computes it. The sampler gives the layer count and the columns to
+        prefetch. A batch size has no effect. Raises ConfigError if an argument or option is not supported,
+        see :func:`read_request`, and PeerError if a rank did not take part.
         """
         g = self.g
         options = self.options
@@ -107,15 +107,15 @@ class OpenedFullGraph(OpenedStrategy):
         return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
     def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> FullGraphEdgeLoader:
-        """Return the loader of batches of edges. Every rank must call it.
+        """Return the loader for edge batches. Every rank must call it.
 
-        Each step computes the rows of all nodes. Raises ConfigError as :meth:`make_loader`, and if batches
-        need other blocks in each step, see :func:`read_edge_request`.
+        Each step computes rows for all nodes. Raises ConfigError as :meth:`make_loader`, and if batches need
+        other blocks in each step, see :func:`read_edge_request`.
         """
         arguments = {"eids": eids, "sampler": sampler, **loader_options}
         request = read_edge_request(self.strategy.name, self.g, self.options, arguments)
 
-        # The encoder has the same options, and all nodes of the rank as seeds.
+        # The encoder has the same options, and all nodes on this rank as seeds.
         names = ("seed", "device", "exclude", "feature_dtype")
         encoder_options = {name: getattr(request.options, name) for name in names}
         own_nodes = {}
@@ -138,7 +138,7 @@ class OpenedFullGraph(OpenedStrategy):
 
 def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
     """Close ``source`` together with the strategy or the session, and wait for the other ranks."""
-    # The reference is weak, so that the graph does not keep the data of a deleted loader alive.
+    # The reference is weak, so that the graph does not keep a deleted loader's data alive.
     source_ref = weakref.ref(source)
     session = opened.session
 
@@ -159,7 +159,7 @@ def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
 class FullGraph(_FullGraphStrategy):
     """Trains on the whole graph with one step per epoch. Every layer exchanges border rows between ranks.
 
-    It takes the options :data:`EXCHANGING` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
+    From :class:`FullGraphOptions` it takes :data:`EXCHANGING`. See docs/strategies/full_graph.md.
     """
 
     name, edge_bytes = "full_graph", 60
@@ -189,10 +189,10 @@ class FullGraph(_FullGraphStrategy):
 
 @final
 class SharedPreload(_FullGraphStrategy):
-    """Trains with one step per epoch. For the first layers, a server computes all rows that it needs itself.
+    """Trains with one step per epoch. In the first layers, a server computes all rows that it needs itself.
 
-    It takes the options :data:`PRELOADING` of :class:`FullGraphOptions`. With expansion-aware sampling
-    (``external_...``), training differs from that of one process. See docs/strategies/shared_preload.md.
+    From :class:`FullGraphOptions` it takes :data:`PRELOADING`. With expansion-aware sampling
+    (``external_...``), training differs from a single process. See docs/strategies/shared_preload.md.
     """
 
     name, edge_bytes = "shared_preload", 140
@@ -227,10 +227,10 @@ class SharedPreload(_FullGraphStrategy):
 
 @final
 class Cooperative(_FullGraphStrategy):
-    """Trains with several steps per epoch. In each step the ranks of a server train together on a batch.
+    """Trains with several steps per epoch. In each step a server's ranks train together on a batch.
 
-    A server fetches the neighbourhood of its seeds once and splits it among its ranks. Ranks exchange rows
-    only within their server. It takes the options :data:`COOPERATIVE` of :class:`FullGraphOptions`. See
+    A server fetches its seeds' neighbourhood once and splits it among its ranks. Ranks exchange rows only
+    within their server. From :class:`FullGraphOptions` it takes :data:`COOPERATIVE`. See
     docs/strategies/shared_preload.md.
     """
 
@@ -248,7 +248,7 @@ class Cooperative(_FullGraphStrategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield candidates with as many batches as mini-batches, and with other numbers of batches."""
+        """Yield one candidate with as many batches as there are mini-batches, and some with other counts."""
         if context.servers == 1:
             return
         batch_counts = set(_BATCH_COUNTS)

@@ -1,4 +1,4 @@
-"""Blocks of several node and edge types with sources on several ranks."""
+"""Blocks with several node and edge types, and with sources on several ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dglx_dist.strategies.full_graph.halo_block import HaloBlock, complete_rows,
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 
 TypeExchanges: TypeAlias = Mapping[str | EdgeType, HaloExchange]
-"""Exchanges for the rows of each node type, and for the sources of each edge type."""
+"""One exchange for each node type's rows, and one for each edge type's sources."""
 
 
 class _Degrees(Protocol):
@@ -38,16 +38,16 @@ class _Degrees(Protocol):
 
 @final
 class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
-    """A block of several types that appends the halo rows of other ranks, as :class:`HaloBlock` does.
+    """A block with several types that appends halo rows from other ranks, as :class:`HaloBlock` does.
 
-    All node types are on both sides. ``block[etype]`` is the :class:`HaloBlock` of one edge type, and shares
-    columns with this block. Each node type has its own exchange. If a column of own rows is set on the
-    sources of a type (``block.srcnodes[ntype].data[name] = h``, ``block.srcdata[name] = {ntype: h}``), the
-    halo of this type is exchanged immediately. A module that is called with the block and a dictionary of
-    rows gets the rows of all sources, see :meth:`all_rows`.
+    All node types are on both sides. ``block[etype]`` is the :class:`HaloBlock` for one edge type, and shares
+    columns with this block. Each node type has its own exchange. If a column with own rows is set on a type's
+    sources (``block.srcnodes[ntype].data[name] = h``, ``block.srcdata[name] = {ntype: h}``), this type's halo
+    is exchanged immediately. A module that is called with the block and a dictionary of rows gets rows for
+    all sources, see :meth:`all_rows`.
 
-    Every rank must run the same layers in the same order, even without nodes of a type or edges of a
-    relation. ``num_edges(etype)`` is not equal to 0 if any rank has edges of this type.
+    Every rank must run the same layers in the same order, even if a type has no nodes or a relation has no
+    edges. ``num_edges(etype)`` is not equal to 0 if any rank has edges with this type.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         super().__init__(*get_block_parts(plain))
         # DGL copies these attributes to the graphs that it derives.
         self.own_rows = {ntype: rows.own_rows for ntype, rows in layer.rows.items()}
-        """Number of rows of each node type that a model passes to this block."""
+        """Number of rows that a model passes to this block, by node type."""
         self.has_cover = any(exchange.cover is not None for exchange in exchanges.values())
         """Whether sums over in-edges have their own exchange."""
         self._layer = layer
@@ -69,7 +69,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         self._degrees = {etype: list[Tensor]() for etype in layer.relations}
 
     def with_exchanges(self, exchanges: TypeExchanges) -> TypedHaloBlock:
-        """Return a :meth:`local_var` for ``exchanges``, which are of a layer with equal structure."""
+        """Return a :meth:`local_var` with ``exchanges``, which belong to a layer with equal structure."""
         block: TypedHaloBlock = self.local_var()
         block._exchanges = exchanges
         return block
@@ -94,11 +94,11 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         return block
 
     def all_rows(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows of all sources, by node type. Collective for ranks that share halo rows.
+        """Return rows for all sources, by node type. Collective for ranks that share halo rows.
 
-        Rows of a type are exchanged if they are (own_rows, ...), as by :meth:`HaloBlock.all_rows`. Backward
-        returns the gradients of all types if any of them has one. So a rank reaches the exchanges of its
-        peers, even if it does not use a type.
+        A type's rows are exchanged if they are (own_rows, ...), as by :meth:`HaloBlock.all_rows`. If any type
+        has a gradient, backward returns gradients for all types. So a rank reaches its peers' exchanges, even
+        if it does not use a type.
         """
         # All ranks exchange the types in the same order.
         return join_gradients({ntype: self._complete(ntype, rows[ntype]) for ntype in sorted(rows)})
@@ -120,7 +120,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         self[etype].apply_edges(func, edges)
 
     def multi_update_all(self, etype_dict: Any, cross_reducer: Any, apply_node_func: Any = None) -> None:
-        # Columns of each edge type, by destination type.
+        # Columns that each edge type yields, by destination type.
         results_by_ntype = defaultdict[str, list[tuple[int, dict[str, Tensor]]]](list)
         for etype, functions in etype_dict.items():
             block = self[etype]
@@ -146,7 +146,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
 
 
 def join_gradients(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``rows`` by type. If one of them gets a gradient in backward, all trained rows get one."""
+    """Return ``rows`` by type. If any type gets a gradient in backward, all trained rows get one."""
     trained_rows = {ntype: values for ntype, values in rows.items() if values.requires_grad}
     if not trained_rows or not torch.is_grad_enabled():
         return dict(rows)
@@ -178,9 +178,9 @@ def typed_halo_block(
     out_degrees: _Degrees | None = None,
     edge_order: Callable[..., Tensor] | None = None,
 ) -> TypedHaloBlock:
-    """Build the block of ``layer`` on the CPU. Sends nothing. See ``halo_block`` for the arguments.
+    """Build the block for ``layer`` on the CPU. Sends nothing. See ``halo_block`` for the arguments.
 
-    ``nodes`` are the ids of this rank's feature rows by node type, and ``exchanges`` have all types.
+    ``nodes`` are ids by node type for this rank's feature rows, and ``exchanges`` have all types.
     """
     sources = {}
     for ntype, rows in layer.rows.items():

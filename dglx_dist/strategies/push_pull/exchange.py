@@ -1,7 +1,7 @@
-"""Groups of ranks that together hold all columns, and their exchange of activations and gradient norms.
+"""Groups of ranks that together hold all columns, and the messages in which they exchange activations.
 
-Every rank is both a part, with its columns and its rows of the layer-1 weights, and an owner of its batches.
-All members of a group must post the same transfers in the same order.
+Every rank is both a part, which holds some columns and their rows in the layer-1 weights, and an owner, which
+has its own batches. All members must post the same transfers in the same order.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.masks import ColumnRange
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
-"""Ledger phases of the forward pull and the backward push."""
+"""Ledger phases for the forward pull and the backward push."""
 
 STRUCTURE = "structure"
-"""Ledger phase of blocks: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch."""
+"""Ledger phase for blocks: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch."""
 
 Received: TypeAlias = list[Tensor]
-"""One tensor for each member of the group, in the order of the parts. The own tensor is included."""
+"""One tensor from each member of the group, in part order. This rank's own tensor is included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that push and pull among each other.
+    """Ranks that push and pull among each other.
 
     The world is cut into groups of consecutive ranks. Each group holds every column once. Pushing and pulling
     stay inside the group. A part's gradients are summed with its replicas in the other groups.
@@ -47,28 +47,29 @@ class Group:
     rank: int
     """Rank of this process."""
     members: tuple[int, ...]
-    """Ranks of the group by part. There are N_f, including ``rank``."""
+    """The group's ranks by part. There are N_f, including ``rank``."""
     replicas: tuple[int, ...]
-    """Ranks that hold the columns of ``rank``, one in each group. There are W / N_f, including ``rank``."""
+    """Ranks that hold the same columns as ``rank``, one in each group. There are W / N_f, including ``rank``.
+    """
 
     @property
     def part(self) -> int:
-        """Position of ``rank`` among the members. It numbers this rank both as a part and as an owner."""
+        """This rank's position among the members. It numbers this rank both as a part and as an owner."""
         return self.members.index(self.rank)
 
     @property
     def size(self) -> int:
-        """N_f, the number of parts."""
+        """N_f, how many parts there are."""
         return len(self.members)
 
     @property
     def peers(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (part, rank) of the other members."""
+        """Pairs (part, rank) for the other members."""
         return tuple((part, rank) for part, rank in enumerate(self.members) if rank != self.rank)
 
 
 def make_group(session: Session, size: int) -> Group:
-    """Return this rank's group. Raise ConfigError if ``size`` does not divide the number of ranks."""
+    """Return this rank's group. Raise ConfigError if ``size`` does not divide the world size."""
     rank, world_size = session.topology.rank, session.topology.world_size
     if size < 1 or world_size % size:
         divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
@@ -89,16 +90,17 @@ class PartInput:
     """One owner's batch as this part sees it."""
 
     block: DGLBlock
-    """The owner's layer-1 block. Blocks of other owners have no data."""
+    """The owner's layer-1 block. A block from another owner has no data."""
     nodes: Mapping[str, Tensor]
-    """(L0,) int64 global ids of the block's sources by node type. Destinations come first."""
+    """(L0,) int64 global ids for the block's source nodes, by node type. Destinations come first."""
     columns: Mapping[str, Mapping[str, Tensor]]
-    """(L0, F_p) features of the sources by node type and feature name. They are this part's columns."""
+    """(L0, F_p) features for the source nodes, by node type and feature name. They are this part's columns.
+    """
     number: int
-    """Number of the batch since the loader's first epoch, equal on all ranks."""
+    """Batch number, counted from the loader's first epoch. It is equal on all ranks."""
 
     def keys(self, ntype: str) -> Tensor:
-        """Return (L0,) int64 keys of a type's sources. Nodes of different types have different keys."""
+        """Return (L0,) int64 keys for a type's source nodes. Nodes of different types have different keys."""
         types = list(self.nodes)
         if len(types) == 1:
             return self.nodes[ntype]
@@ -108,30 +110,34 @@ class PartInput:
 @final
 @dataclass(eq=False)
 class GroupBatch:
-    """One mini-batch of every owner; the loader sets it as ``blocks[0].push_pull``."""
+    """One mini-batch from every owner. The loader sets it as ``blocks[0].push_pull``."""
 
     number: int
-    """Number of the batch since the loader's first epoch, equal on all ranks."""
+    """Batch number, counted from the loader's first epoch. It is equal on all ranks."""
     inputs: tuple[PartInput, ...]
-    """Inputs by owner, in the order of the group's members. The block of this rank's input is a view of the
-    user's block. The view does not have data that is set on the user's block later."""
+    """Inputs by owner, in the order of the group's members.
+
+    This rank's input has a view of the user's block. The view lacks data that is set on the user's block
+    later.
+    """
     following: GroupBatch | None = None
-    """The next batch of the epoch, or None after the last batch or if the loader does not look ahead. Layer 1
-    of the next batch may be computed while the user has this batch."""
+    """The epoch's next batch. None after the last batch, or if the loader does not look ahead.
+
+    Layer 1 may compute the next batch while the user has this one.
+    """
 
 
 Transfer: TypeAlias = Callable[[], Received]
-"""Function that waits for and returns the tensors of all members. Raises PeerError if a rank is dead or
-late."""
+"""Waits for the tensors from all members and returns them. Raises PeerError if a rank is dead or late."""
 
 
 @final
 class AsyncExchange:
-    """Exchanges tensors between the members of a group without blocking the caller.
+    """Exchanges tensors between a group's members without blocking the caller.
 
-    Tensors of a batch are sent in the format ``wire``. Formats other than "same" go through host memory.
-    Other tensors stay on accelerators if every rank has its own. Otherwise the caller waits for their copies
-    in host memory. Construction is collective.
+    Tensors that belong to a batch are sent in the format ``wire``. Formats other than "same" go through host
+    memory. Other tensors stay on accelerators if every rank has its own. Otherwise the caller waits for their
+    copies in host memory. Construction is collective.
     """
 
     def __init__(self, session: Session, group: Group, wire: WireDtype = "same") -> None:
@@ -143,9 +149,10 @@ class AsyncExchange:
         self._pushes = CallExchange(session, "push gradient")
 
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
-        """Send each owner its share of this part, and receive the shares of all parts for the own block.
+        """Send each owner what this part computed for it, and receive all parts' shares for the own block.
 
-        ``shares`` are N_f tensors by owner, in the shapes that the owners expect.
+        Args:
+            shares: N_f tensors by owner, in the shapes that the owners expect.
         """
         templates = [shares[self._group.part]] * self._group.size
         return self._post(self._pulls, shares, templates, phase, batch)
@@ -159,8 +166,9 @@ class AsyncExchange:
     ) -> Transfer:
         """Send ``values`` to the parts, and receive one tensor from each owner.
 
-        A single tensor goes to every part. A sequence has one tensor for each part. ``templates`` are N_f
-        tensors with the shapes and dtypes of the owners' tensors.
+        Args:
+            values: A tensor that goes to every part, or a sequence with one tensor per part.
+            templates: N_f tensors with the shapes and dtypes that the owners send.
         """
         if isinstance(values, Tensor):
             values = [values] * self._group.size
@@ -174,15 +182,16 @@ class AsyncExchange:
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        """Send ``tensors[p]`` to part p of the group, and receive one tensor from each. Return at once.
+        """Send ``tensors[p]`` to part p, and receive one tensor from each part. Return at once.
 
         Args:
             tensors: One tensor for each part. The tensor for this rank is returned without its gradient.
             templates: Tensors with the shapes and dtypes to receive, one for each part.
-            batch: Number of the batch. None for tensors that are never compressed.
+            batch: Batch number. None for tensors that are never compressed.
 
         Returns:
-            Function that waits, and returns the received tensors by part on the device of ``tensors``.
+            Function that waits, and returns the received tensors by part on the device that ``tensors`` are
+            on.
         """
         own_tensor = tensors[self._group.part].detach()
         peers = self._group.peers
@@ -219,7 +228,7 @@ class AsyncExchange:
 
 
 def add_in_order(received: Received) -> Tensor:
-    """Sum the tensors in the order of the parts, so that the order of arrival does not change the bits.
+    """Sum the tensors in part order, so that the order in which they arrive does not change the bits.
 
     Half precision is summed in float32.
     """
@@ -239,11 +248,14 @@ def share_edge_values(
     group: Group,
     exchange: AsyncExchange,
 ) -> list[dict[str, Tensor]]:
-    """Return the edge values of each owner by name. Every member must call it.
+    """Return each owner's edge values by name. Every member must call it.
 
-    ``values`` are (E1, ...) values of the own block, in the order of its edges, without gradients.
-    ``by_column`` has each part's columns, for (E1, F) values that are cut by columns. Raises ConfigError
-    if a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
+    Args:
+        values: (E1, ...) values without gradients, for the own block's edges in their order.
+        by_column: Each part's columns, for those (E1, F) values that are cut by columns.
+
+    Raises:
+        ConfigError: a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
     """
     values_by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, uncut_values in values.items():
@@ -261,7 +273,7 @@ def share_edge_values(
         received = exchange.push(sent_values, templates, STRUCTURE)()
         for owner_values, received_values in zip(values_by_owner, received, strict=True):
             owner_values[name] = received_values
-        # The own block keeps the order of its edges.
+        # The own block keeps its edge order.
         values_by_owner[group.part][name] = own_values
     return values_by_owner
 
@@ -269,9 +281,9 @@ def share_edge_values(
 def _cut_edge_values(
     name: str, values: Tensor, runs_of_part: Sequence[Sequence[ColumnRange]] | None, num_parts: int
 ) -> list[Tensor]:
-    """Return the columns of ``values`` for each part. Without ``runs_of_part``, each part gets all columns.
+    """Return the columns that each part gets from ``values``. Without ``runs_of_part``, each part gets all.
 
-    Raises ConfigError if the columns of the parts together are not those of ``values``.
+    Raises ConfigError if the parts' columns together are not the columns in ``values``.
     """
     if runs_of_part is None:
         return [values] * num_parts
@@ -286,16 +298,16 @@ def _cut_edge_values(
 
 
 def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
-    """Return the N_f sums over the parts, one for every owner's block. Every member must call it.
+    """Return N_f sums over the parts, one for every owner's block. Every member must call it.
 
-    ``shares`` has one (n_owner, ...) tensor of this part for each owner's block. Each owner adds the shares
-    for its block and sends the sum to the parts.
+    ``shares`` has one (n_owner, ...) tensor for each owner's block. Each owner adds the shares for its block
+    and sends the sum to the parts.
     """
     return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 class _SumOverParts(torch.autograd.Function):
-    # Every part uses the sum, so a share's gradient is the sum of the parts' gradients.
+    # Every part uses the sum, so a share's gradient is the sum over the parts' gradients.
 
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> tuple[Tensor, ...]:
@@ -308,7 +320,7 @@ class _SumOverParts(torch.autograd.Function):
 
 
 def _sum_parts(shares: Sequence[Tensor], exchange: AsyncExchange, phase: str) -> Received:
-    """Add the shares for the own block, and return the sums of all owners."""
+    """Add the shares for the own block, and return every owner's sum."""
     own_sum = add_in_order(exchange.pull(shares, phase)())
     return exchange.push(own_sum, shares, phase)()
 
@@ -317,7 +329,7 @@ _PIECE_FUNCTIONS = frozenset(
     {"detach", "__get__", "coalesce", "_values", "abs", "pow", "square", "float", "double"}
     | {"isfinite", "isinf", "isnan"}
 )
-"""Functions that map a piece of a gradient to a piece of their result for the uncut gradient."""
+"""Functions that map a gradient's piece to the matching piece in their result for the uncut gradient."""
 
 _JOINS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
@@ -326,12 +338,12 @@ _JOINS: dict[str, Callable[..., Tensor]] = {
     "all": torch.all,
     "any": torch.any,
 }
-"""Functions that join the parts' results of a reduction to the result for the uncut gradient."""
+"""Functions that join the parts' reductions into the reduction over the uncut gradient."""
 
 
 @final
 class CutGradient(Tensor):
-    """A gradient that is cut over the parts. Its norms and sums are collective and cover the uncut gradient.
+    """A gradient that is cut over the parts. Its norms and sums cover the uncut gradient and are collective.
 
     So all ranks clip equally with torch's functions, and skip the same steps with GradScaler. Other functions
     compute with the piece and return a plain tensor.
@@ -358,7 +370,7 @@ class CutGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` on this rank's piece, and join the results of norms and reductions over the ranks.
+        """Call ``func`` on this rank's piece. Norms and other reductions are joined over the ranks.
 
         So functions that clip or unscale gradients see the uncut gradient. Every rank must then call them.
         """
@@ -372,7 +384,7 @@ class CutGradient(Tensor):
 
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
-                # An infinity in the piece of one rank makes all ranks skip the step.
+                # If one rank's piece has an infinity, all ranks skip the step.
                 gradients, found_infinity = args[:2]
                 piece = next(gradient for gradient in gradients if isinstance(gradient, cls))
                 found_infinity.copy_(gather_rows(found_infinity, piece._session).amax(0))
@@ -381,8 +393,8 @@ class CutGradient(Tensor):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` on this piece and ``args``.
 
-        A norm or another reduction to a single number returns the number of the uncut gradient. Functions
-        that map a piece to a piece return a cut gradient. All others return the result for this piece.
+        A norm or another reduction to a single number returns the uncut gradient's number. Functions that map
+        a piece to a piece return a cut gradient. All others return the result for this piece.
         """
         name = func.__name__
         is_norm = name.endswith("norm")
@@ -405,7 +417,7 @@ class CutGradient(Tensor):
 
     @classmethod
     def _compute_norms(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Call ``func``, which returns the norm of each gradient in ``args[0]``. Join the norms of pieces."""
+        """Call ``func``, which returns a norm per gradient in ``args[0]``. Join the norms over the pieces."""
         gradients = args[0]
         values = []
         for gradient in gradients:
@@ -419,7 +431,7 @@ class CutGradient(Tensor):
         return norms
 
     def _gather(self, value: Tensor) -> Tensor:
-        # Every rank uses the values of the first group, so that all get the same bits.
+        # Every rank uses the first group's values, so that all get the same bits.
         return gather_rows(value, self._session)[: self._num_parts]
 
     def _join_norms(self, norm: Tensor, order: float) -> Tensor:
@@ -427,7 +439,7 @@ class CutGradient(Tensor):
 
 
 def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts: int) -> None:
-    """Wrap gradients of parameters that are cut over ``num_parts`` ranks as :class:`CutGradient`."""
+    """Wrap the gradients as :class:`CutGradient` for parameters that are cut over ``num_parts`` ranks."""
     if num_parts == 1:
         return
     for parameter in parameters:
@@ -442,9 +454,9 @@ def _get_values(piece: Tensor, fill: float) -> Tensor:
 
 
 def _read_norm_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the order of a norm from the arguments after the tensor. The default is 2.
+    """Read a norm's order from the arguments after the tensor. The default is 2.
 
-    Raises ConfigError if the order is not above 0, because such norms of pieces cannot be joined.
+    Raises ConfigError if the order is not above 0, because such norms cannot be joined over pieces.
     """
     order = kwargs.get("p", kwargs.get("ord", args[0] if args else None))
     if order is None or order == "fro":

@@ -1,4 +1,4 @@
-"""The feature columns of one rank for all nodes: files, loading, statistics and store (P3, section 3.2)."""
+"""One rank's feature columns for all nodes: files, loading, statistics and store (P3, section 3.2)."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ if TYPE_CHECKING:
 
 
 PHASE = "columns"
-"""Ledger phase of all bytes that this module moves."""
+"""Ledger phase for all bytes that this module moves."""
 
 VALUES = "values"
 PROGRESS_BYTES = 1 << 28
-"""Minimum size of transfers that show their progress."""
+"""Minimum transfer size in bytes from which progress is shown."""
 
 ROUND_BYTES = 1 << 26
-"""Number of bytes after which all ranks meet while they load, so that no rank runs into a time-out."""
+"""Bytes after which all ranks meet while they load, so that no rank runs into a time-out."""
 
 IN_FLIGHT = 4
-"""Number of messages requested ahead. It limits the memory that loading takes beside its result."""
+"""Number of messages that are requested ahead. It limits the memory that loading takes besides its result."""
 
 CHUNK_VALUES = 1 << 20
 """Number of values that are converted to float64 at a time."""
 
 Moments: TypeAlias = tuple[Tensor, Tensor]
-"""Mean and biased variance, (V,) float64 each."""
+"""Mean and biased variance per node, (V,) float64 each."""
 
 log = logging.getLogger(__name__)
 
@@ -80,19 +80,19 @@ _NOT_LOADED: Array = np.empty(0)
 @final
 @dataclass(kw_only=True, eq=False)
 class ColumnSlice:
-    """Some columns of a node feature for all nodes, and their file."""
+    """Some feature columns for all nodes, and the file that stores them."""
 
     name: str
     key: str = ""
-    """Name of the tensor in the KVStore."""
+    """Tensor name in the KVStore."""
     columns: ColumnRange
     info: ColumnInfo
     """Stored dtype and row shape (F_p,)."""
     num_rows: int
     folder: ArrayFolder | None
-    """Folder of the file, which may not exist yet. None if the columns are in memory only."""
+    """Folder for the file, which may not exist yet. None if the columns are in memory only."""
     is_leader: bool = True
-    """Whether this rank makes the file. It is the lowest rank of the machine that needs the columns."""
+    """Whether this rank makes the file. It is the machine's lowest rank that needs the columns."""
     rows: Array = field(default_factory=lambda: _NOT_LOADED)
     """(V, F_p) values by node id, C-contiguous and read-only. bfloat16 values are stored as uint16 bits."""
     on_disk: bool = False
@@ -118,11 +118,11 @@ class ColumnSlice:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Facts in the stamp of the file."""
+        """Facts in the file's stamp, by which a reader checks that the file fits."""
         return {"dtype": self.info.dtype, "shape": [*self.shape]}
 
     def read(self) -> Array | None:
-        """Map the (V, F_p) values of the file. Return None if there is no intact file, which is logged."""
+        """Map the file's (V, F_p) values. Return None and log why if there is no intact file."""
         entry = None if self.folder is None else self.folder.find(self.facts)
         if entry is None:
             return None
@@ -150,7 +150,7 @@ class ColumnSlice:
 
 
 def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnRange) -> ColumnSlice:
-    """Return the slice with ``columns`` of the node feature ``name``, and the folder of its file."""
+    """Return a slice that holds ``columns`` from the node feature ``name``, with the folder for its file."""
     path = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
     dtype = dataset.manifest.node_columns[ntype][name].dtype
     return ColumnSlice(
@@ -163,10 +163,11 @@ def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnR
 
 
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
-    """Write the columns for each of ``num_parts`` ranks, from every matrix of node features.
+    """Write the columns for each of ``num_parts`` ranks, from every node feature that is a matrix.
 
-    One process calls it. It reads the dataset once, in chunks. Nothing is written for one rank with one part,
-    because it maps the rows. Raises StorageError if the folder cannot be written, or a part is damaged.
+    One process calls it. It reads the dataset once, in chunks. For a single part nothing is written, because
+    its rank maps the stored rows. Raises StorageError if the folder cannot be written, or stored data is
+    damaged.
     """
     manifest = dataset.manifest
     if num_parts == manifest.num_parts == 1:
@@ -189,7 +190,7 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
 
 
 def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int) -> None:
-    """Write one file for each part of ``num_parts`` that gets columns of the feature ``name``."""
+    """Write one file for each part, out of ``num_parts``, that gets columns from the feature ``name``."""
     num_rows = dataset.manifest.num_nodes(ntype)
     info = dataset.manifest.node_columns[ntype][name]
     row_bytes = info.row_shape[0] * numpy_dtype(info.dtype).itemsize
@@ -222,9 +223,10 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int
 def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session) -> None:
     """Load columns. Every rank must call it for the same features.
 
-    A rank that has its columns in a file only serves the others. One rank of a machine loads the columns, and
-    other ranks with the same columns map its file. If no file could be made, they load them too. It raises
-    the errors of :meth:`ColumnStores.open`.
+    A rank that has its columns in a file only serves the others. On each machine one rank loads the columns,
+    and other ranks with the same columns map its file. If no file could be made, they load them too.
+
+    Raises what :meth:`ColumnStores.open` raises.
     """
     # The second round is for ranks that expected a file which their leader could not make.
     for is_last_round in (False, True):
@@ -245,7 +247,7 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
 
 
 def _map_local_rows(store: KVStore, slices: Sequence[ColumnSlice]) -> None:
-    """Set the rows of the slices that need no other rank."""
+    """Set the rows for slices that need no other rank."""
     for column_slice in slices:
         rows = column_slice.find_local(store)
         if rows is not None:
@@ -286,7 +288,7 @@ def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Sess
 
 
 def _load(column_slice: ColumnSlice, read_pieces: Callable[[], Iterator[Array]]) -> Iterator[int]:
-    """Load one feature into a file, or into memory if no file can be written. Yield the bytes per message."""
+    """Load one feature into a file, or into memory if no file can be written. Yield each message's bytes."""
     if column_slice.folder is not None:
         try:
             yield from _load_into_file(column_slice, column_slice.folder, read_pieces())
@@ -309,7 +311,7 @@ def _load(column_slice: ColumnSlice, read_pieces: Callable[[], Iterator[Array]])
 
 
 def _load_into_file(column_slice: ColumnSlice, folder: ArrayFolder, pieces: Iterator[Array]) -> Iterator[int]:
-    """Write ``pieces`` to a slice's file, and map the file. Yield the bytes per piece."""
+    """Write ``pieces`` to a slice's file, and map the file. Yield each piece's bytes."""
     with folder.open_writer() as writer:
         stream = writer.stream(VALUES, column_slice.dtype, column_slice.shape)
         for piece in pieces:
@@ -324,7 +326,7 @@ def _load_into_file(column_slice: ColumnSlice, folder: ArrayFolder, pieces: Iter
 
 
 def _iterate_pieces(store: KVStore, column_slice: ColumnSlice, session: Session, op: str) -> Iterator[Array]:
-    """Yield the rows of all servers in order, one message at a time, with a few requested ahead."""
+    """Yield rows from all servers in order, one message at a time, with a few requested ahead."""
     columns = column_slice.columns
     rows_per_request = rows_per_message(column_slice.row_bytes)
     bounds = store.column(column_slice.key).bounds.tolist()
@@ -343,12 +345,12 @@ def _iterate_pieces(store: KVStore, column_slice: ColumnSlice, session: Session,
 
 
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
-    """Answer a request for a window of rows and columns, as a remote call. Rows may be in several shards."""
+    """Answer a remote call that requests a window of rows and columns. The rows may be in several shards."""
     first_row, end_row, first_column, end_column = arrays[0].tolist()
     pieces = []
     for shard in store.column(key).shards:
         if shard.first < end_row and first_row < shard.first + len(shard.rows):
-            # A negative bound would count from the end of the shard.
+            # A negative bound would count from the shard's end.
             begin = max(first_row - shard.first, 0)
             pieces.append(shard.rows[begin : end_row - shard.first, first_column:end_column])
     return [np.concatenate(pieces)]
@@ -356,7 +358,7 @@ def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequenc
 
 @final
 class ColumnStore:
-    """This rank's columns of some features for all nodes. See :class:`ColumnStores`."""
+    """This rank's columns from some features, for all nodes. See :class:`ColumnStores`."""
 
     def __init__(self, slices: Sequence[ColumnSlice], group: Group, session: Session) -> None:
         self.slices = {column_slice.name: column_slice for column_slice in slices}
@@ -371,20 +373,24 @@ class ColumnStore:
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """Number of columns of each feature. The columns of all parts count."""
+        """Number of columns that each feature has in all parts together."""
         return {name: column_slice.columns.width for name, column_slice in self.slices.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a feature."""
+        """Return a feature's stored dtype."""
         return torch_dtype(self._get_slice(name).info.dtype)
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
-        """Return a (K, F_p) copy of this part's columns of ``g.ndata[name][nodes]``. Thread-safe.
+        """Copy this part's columns from ``g.ndata[name][nodes]`` (K, F_p). Thread-safe, and sends no bytes.
 
-        No bytes are sent. ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory``
-        has the buffers and the copy's dtype. By default float16 and bfloat16 become float32, as in data
-        parallel training. Raises ConfigError if the feature was not opened, or ``nodes`` has a wrong dtype or
-        shape, and IndexError if an id is out of range.
+        Args:
+            nodes: (K,) int64 ids on the CPU in any order. They may repeat.
+            memory: Provides the buffers and the copy's dtype. By default float16 and bfloat16 become float32,
+                as in data parallel training.
+
+        Raises:
+            ConfigError: the feature was not opened, or ``nodes`` has a wrong dtype or shape.
+            IndexError: an id is out of range.
         """
         column_slice = self._get_slice(name)
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
@@ -401,10 +407,10 @@ class ColumnStore:
         return memory.convert(rows)
 
     def moments(self) -> Moments:
-        """Return mean and biased variance of each node's row, over all features and parts.
+        """Return mean and biased variance over each node's row, across all features and parts.
 
-        Every rank must call it. The first call sums values and then squared differences over the ranks, 8
-        bytes per node each, under the phase ``columns``. Its result is kept.
+        Every rank must call it. The first call sums values and then squared differences over the ranks, with
+        8 bytes per node each, under the phase ``columns``. Its result is kept.
         """
         if self._moments is None:
             mean = self._average_columns(lambda values, _: values)
@@ -413,9 +419,10 @@ class ColumnStore:
         return self._moments
 
     def _average_columns(self, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Return the mean of ``function`` over the columns of all parts, as (V,) float64.
+        """Average ``function`` over the columns in all parts. Return (V,) float64.
 
-        The function gets (k, F_p) float64 values and their range of rows. Every rank must call this.
+        The function gets (k, F_p) float64 values and the row range that they come from. Every rank must call
+        this.
         """
         slices = [self._get_slice(name) for name in self.names]
         width = sum(column_slice.columns.width for column_slice in slices)
@@ -446,12 +453,14 @@ class ColumnStore:
 
 @final
 class ColumnStores:
-    """The columns of one graph that this rank holds in ``group``. All ranks must open and close alike.
+    """The columns that this rank holds for one graph. All ranks must open and close alike.
 
-    Columns that are not in a file yet are sent once, under the phase ``columns``. They are written to a file
-    beside the dataset, which is mapped. Later openings with the same number of parts send nothing, even in
-    other jobs. Tensors that the program made are kept in memory. Columns for which no file can be made
-    are kept in memory too, and rank 0 logs a warning.
+    Columns without a file are sent once, under the phase ``columns``. They are written to a file beside the
+    dataset and mapped from there. Later openings with the same number of parts send nothing, even in other
+    jobs.
+
+    Tensors that the program made are kept in memory. If no file can be made, columns are kept in memory too,
+    and rank 0 logs a warning.
     """
 
     def __init__(self, g: DistGraph, group: Group) -> None:
@@ -460,7 +469,7 @@ class ColumnStores:
         self._opened: dict[tuple[str, tuple[str, ...]], ColumnStore] = {}
 
     def open(self, ntype: str, names: Sequence[str]) -> ColumnStore:
-        """Return the columns of features of one node type, the same object at each call. All ranks call this.
+        """Return one node type's feature columns, the same object at each call. Every rank must call this.
 
         Raises:
             ConfigError: a feature is not a matrix, or ranks request different columns. It is raised on all
@@ -513,7 +522,7 @@ class ColumnStores:
 
 
 def _make_column_slice(g: DistGraph, ntype: str, name: str, group: Group) -> ColumnSlice:
-    """Return this rank's columns of a feature, which are not loaded yet. Not collective.
+    """Return this rank's slice from a feature, without loading it. Not collective.
 
     Raises ConfigError if the feature is not a matrix, or is computed when it is read.
     """

@@ -1,6 +1,7 @@
-"""Loaders of push-pull. They yield the batches of data parallel training with columns instead of rows.
+"""Loaders for push-pull. They yield data parallel batches, but with columns instead of rows.
 
-Every part needs the layer-1 block of every owner of its group. Owners push them, or parts sample them again.
+Every part needs the layer-1 block from every owner in its group. Owners push their blocks, or parts sample
+them again.
 """
 
 from __future__ import annotations
@@ -42,39 +43,40 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 SEEDS = "seeds"
-"""Ledger phase: 8 bytes per seed of every other member, once."""
+"""Ledger phase for exchanged seeds: 8 bytes per seed on every other member, once."""
 
 SMALL_NODES = 1 << 31
-"""Ids of graphs with fewer nodes fit into 4 bytes."""
+"""Node count from which ids need 8 bytes. In smaller graphs they fit into 4."""
 
 _EXTRA_BATCHES = 5
-"""Number of batches in use beside those made ahead: in flight, looked ahead, and in the training loop."""
+"""Number of batches in use besides those made ahead: in flight, looked ahead, or in the training loop."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class OwnerBlock(NamedTuple):
-    """The layer-1 block of one owner."""
+    """One owner's layer-1 block."""
 
     block: DGLBlock
     nodes: Mapping[str, Tensor]
-    """(L0,) int64 global ids of its sources by node type."""
+    """(L0,) int64 global ids for its source nodes, by node type."""
 
 
 OwnerBlocks: TypeAlias = dict[int, OwnerBlock]
-"""Blocks of the other owners, by part."""
+"""Blocks from the other owners, by part."""
 
 Resampler: TypeAlias = Callable[[int], OwnerBlocks]
-"""Function that samples the blocks of the other owners for a step of one epoch."""
+"""Samples the other owners' blocks for a step in one epoch."""
 
 
 @final
 class BlockSchema:
-    """Node and edge block types, and the arrays of a block of these types.
+    """Node and edge types in a block, and the arrays that describe such a block.
 
-    The arrays are the source ids (L0,) of each node type, and indptr (D1 + 1,) and indices (E1,) of each edge
-    type. Several node types need their numbers of destinations too, because edges may not reach all of them.
+    For each node type the arrays hold the source ids (L0,). For each edge type they hold indptr (D1 + 1,) and
+    indices (E1,). Several node types need their destination counts too, because edges may not reach all
+    destinations.
     """
 
     def __init__(self, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -> None:
@@ -104,9 +106,9 @@ class BlockSchema:
         return [tensor.numpy() for tensor in tensors]
 
     def unpack(self, arrays: Sequence[Array], idtype: torch.dtype) -> OwnerBlock:
-        """Rebuild the block from the arrays of :meth:`pack`. Its edges are numbered in CSC order.
+        """Rebuild a block from the arrays that :meth:`pack` returned. Its edges are numbered in CSC order.
 
-        ``idtype`` is the id type of the owner's block, so that all parts run the same kernels.
+        ``idtype`` is the id type in the owner's block, so that all parts run the same kernels.
         """
         num_types = len(self._ntypes)
         tensors = [torch.tensor(array) for array in arrays]
@@ -114,12 +116,12 @@ class BlockSchema:
         end = num_types + 2 * len(self._etypes)
         edges = [values.to(idtype) for values in tensors[num_types:end]]
 
-        # Every destination of a single node type has an entry in indptr.
+        # With a single node type, indptr has an entry for every destination.
         num_targets = tensors[-1].tolist() if num_types > 1 else [len(edges[0]) - 1]
         return self._build(nodes, num_targets, edges)
 
     def rebuild(self, block: DGLBlock, nodes: Mapping[str, Tensor]) -> OwnerBlock:
-        """Return the block as :meth:`unpack` returns it, without other data."""
+        """Return the block as :meth:`unpack` would return it, without other data."""
         edges: list[Tensor] = []
         for etype in self._etypes:
             indptr, indices, _ = block.adj_tensors("csc", etype)
@@ -130,10 +132,10 @@ class BlockSchema:
         return self._build(ids, num_targets, edges)
 
     def check(self, arrays: Sequence[Array]) -> None:
-        """Raise ValueError, which the sender gets, if kernels would read outside of the arrays."""
+        """Raise ValueError, which the sender gets, if kernels would read outside the arrays."""
         num_types = len(self._ntypes)
         end = num_types + 2 * len(self._etypes)
-        # Blocks of several node types have one more array, the numbers of destinations.
+        # Blocks with several node types have one more array, the destination counts.
         num_arrays = end if num_types == 1 else end + 1
         if len(arrays) != num_arrays or any(a.ndim != 1 or a.dtype.kind != "i" for a in arrays):
             descriptions = [f"{array.dtype} {array.shape}" for array in arrays]
@@ -157,12 +159,12 @@ class BlockSchema:
                 )
 
     def _pair_edges(self, arrays: Sequence[T]) -> Iterator[tuple[int, int, tuple[T, T]]]:
-        """Yield the source type, the destination type, and (indptr, indices) of each edge type."""
+        """Yield each edge type's source type, destination type, and (indptr, indices)."""
         pairs = zip(arrays[::2], arrays[1::2], strict=True)
         return zip(self._sources, self._targets, pairs, strict=True)
 
     def _build(self, nodes: Sequence[Tensor], num_targets: list[int], arrays: Sequence[Tensor]) -> OwnerBlock:
-        """Build a block from int64 source ids and numbers of destinations by type, and arrays of edges."""
+        """Build a block from int64 source ids and destination counts by node type, and edge arrays."""
         num_sources = [len(ids) for ids in nodes]
         if len(nodes) == len(self._etypes) == 1:
             # A block with one type takes a third of the time for a block with several types.
@@ -188,33 +190,34 @@ def _is_csc(indptr: Array, indices: Array, num_targets: int, num_sources: int) -
 
 @dataclass(kw_only=True, eq=False)
 class GroupedBatch:
-    """A batch of the inner loader on its way through the stages, with the blocks of all owners."""
+    """A batch that the inner loader made, on its way through the stages, with the blocks from all owners."""
 
     batch: Any
-    """Batch of the inner loader. On the consumer's thread it becomes the user's batch."""
+    """The inner loader's batch. On the consumer's thread it becomes the user's batch."""
     own_block: OwnerBlock
-    """Block of this rank."""
+    """This rank's block."""
     number: int
-    """Number of the batch since the loader's first epoch."""
+    """Batch number, counted from the loader's first epoch."""
     sample_s: float
     fetch_s: float
     other_blocks: OwnerBlocks = field(default_factory=dict)
     group_batch: GroupBatch = field(init=False)
     share: StepShare | None = None
-    """Share of the targets, set on the consumer's thread."""
+    """This rank's share of the targets, set on the consumer's thread."""
 
 
 @final
 class PushPullLoader(EpochLoader[GroupedBatch, Any]):
-    """Yields the batches of ``inner``. ``blocks[0].push_pull`` is the batch as all parts see it.
+    """Yields the batches that ``inner`` makes. ``blocks[0].push_pull`` is the batch as all parts see it.
 
-    The source nodes of ``blocks[0]`` have this rank's (L0, F_p) columns under each feature's name.
-    Construction is collective, and all ranks must iterate over the same steps. The loader's threads
-    exchange structure without collectives. At the normal end of an epoch, the ``pipelines`` of the models
-    for this loader are drained, which is collective.
+    In ``blocks[0]``, source nodes have this rank's (L0, F_p) columns under each feature's name. Construction
+    is collective, and all ranks must iterate over the same steps. The loader's threads exchange structure
+    without collectives. When an epoch ends normally, the loader drains the ``pipelines`` that models have for
+    it, which is collective.
 
-    ``inner`` is a loader of nodes or edges. It must not fetch the features in ``stores``, which are the
-    columns by node type.
+    Args:
+        inner: A loader that yields node or edge batches. It must not fetch the features in ``stores``.
+        stores: The columns by node type.
 
     Raises:
         ConfigError: the ranks have different depths or features, or structure="resample" is not possible. It
@@ -243,7 +246,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self._looks_ahead = options.depth > 1
         _warn_of_caches(g, stores)
 
-        # All ranks construct their loaders in the same order, so the loaders have the same label.
+        # All ranks construct their loaders in the same order, so matching loaders get the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
         self._wide = max(map(g.num_nodes, g.ntypes)) >= SMALL_NODES
         advice = (
@@ -270,9 +273,9 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield an epoch's batches, and drain the pipelines of the wrapped models after the last one.
+        """Yield an epoch's batches. After the last one, drain the wrapped models' pipelines.
 
-        While no model is wrapped, calling one raises ConfigError. A loop that is left early releases its
+        If no model is wrapped yet, calling one raises ConfigError. A loop that ends early releases its
         batches.
         """
         self._iteration += 1
@@ -328,7 +331,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return GroupStages(self, epoch, inner, resample, self._iteration)
 
     def end(self, iteration: int, error: BaseException) -> None:
-        """Make the threads of ``iteration`` stop waiting for ranks that now wait for this one."""
+        """Make the threads in ``iteration`` stop waiting for ranks that now wait for this one."""
         self._pushes.mailbox.begin(iteration + 1, error)
 
     def exchange_blocks(self, grouped: GroupedBatch, iteration: int) -> OwnerBlocks:
@@ -346,17 +349,17 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return {part: self.schema.unpack(received[rank], idtype) for part, rank in self._group.peers}
 
     def _open_resampling(self) -> Callable[[int], Resampler]:
-        """Exchange the group's seeds, and return a function from an epoch to its resampler.
+        """Exchange the group's seeds. Return a function that makes a resampler for an epoch.
 
         Random numbers are keyed by (seed, epoch, hop, node), so all ranks sample equal blocks. Every rank
-        must call this. Raises ConfigError on all ranks if others cannot repeat the sampling of a rank.
+        must call this. Raises ConfigError on all ranks if other ranks cannot repeat a rank's sampling.
         """
         loader = self._inner
         session = self._session
         group = self._group
         schema = self.schema
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
-        # The samplers of the ranks may exclude other edges, or have another seed.
+        # The ranks' samplers may exclude different edges, or have different seeds.
         check_equal(session, "the sampler", loader.sampling_signature())
 
         op = f"{self._label}.seeds"
@@ -375,7 +378,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             items_of_rank[rank] = Items(ids=dict(zip(types, seeds, strict=True)))
 
         def make_resampler(epoch: int) -> Resampler:
-            # The seeds of an epoch are sorted once, not for every batch.
+            # The seeds are sorted once per epoch, not for every batch.
             items = items_of_rank
             orders = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.peers}
 
@@ -392,7 +395,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return make_resampler
 
     def gather_inputs(self, grouped: GroupedBatch) -> tuple[PartInput, ...]:
-        """Return the batches of all owners with this part's columns."""
+        """Return the batches from all owners, with this part's columns."""
         number = self.first_number + grouped.number
         owners = {self._group.part: grouped.own_block, **grouped.other_blocks}
         inputs = []
@@ -424,7 +427,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return grouped.batch
 
     def _deliver_batch(self, grouped: GroupedBatch) -> GroupedBatch:
-        """Deliver the own block of a group's batch to the user, with its group batch as ``block.push_pull``.
+        """Deliver the own block to the user, with the group batch as ``block.push_pull``.
 
         ``grouped`` is changed and returned. The own input gets nodes and the block on the model's device.
         """
@@ -443,7 +446,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
         nodes = own_input.nodes
         if self._inner.moves_batches:
-            # All names refer to one tensor, so a model's nodes are recognised without reading the device.
+            # All names refer to one tensor. So a model's nodes are recognised without reading the device.
             moved_nodes = self.schema.key_by_type(input_nodes)
             nodes = {ntype: ids.long() for ntype, ids in moved_nodes.items()}
             for ntype, ids in nodes.items():
@@ -490,7 +493,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
 @final
 class GroupStages(Stages[GroupedBatch]):
-    """Stages of a batch: the own block, the blocks from other owners, and the columns for all of them."""
+    """Stages for a batch: the own block, the blocks from other owners, and the columns for all blocks."""
 
     loader: PushPullLoader
 
@@ -549,7 +552,7 @@ class GroupStages(Stages[GroupedBatch]):
 
 
 def _warn_of_caches(g: DistGraph, stores: Mapping[str, ColumnStore]) -> None:
-    """Log a warning if the columns in ``stores`` have a cache of rows, which this loader does not use."""
+    """Warn in the log if columns in ``stores`` have a row cache, because this loader does not use it."""
     is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
     for ntype, store in stores.items():
         for name in store.names:
@@ -564,8 +567,8 @@ def split_prefetch(
 ) -> tuple[Any, dict[str, tuple[str, ...]]]:
     """Return ``sampler`` without prefetched feature matrices, and ``names`` by type with those matrices.
 
-    Of several types, only those that have names lose their matrices. Raises ConfigError if the sampler gives
-    blocks edge weights, or if it samples by time or the loader is ``disjoint``.
+    With several types, only those that have names lose their matrices. Raises ConfigError if the sampler
+    gives blocks edge weights, or if it samples by time or the loader is ``disjoint``.
     """
     if isinstance(sampler, EdgePredictionSampler):
         edge_sampler = copy.copy(sampler)
@@ -602,7 +605,7 @@ def split_prefetch(
 
 
 def _key_by_type(features: Any, ntypes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of a sampler's prefetched features by node type. One type gets all names."""
+    """Return the feature names that a sampler prefetches, by node type. One type gets all names."""
     if not isinstance(features, Mapping):
         return {ntypes[0]: list(features)}
     if len(ntypes) == 1:

@@ -57,7 +57,7 @@ class PushPullOptions:
 
     @property
     def delay(self) -> int:
-        """Number of iterations between a batch's loss and the step of its part side."""
+        """Number of iterations between a batch's loss and the step on its part side."""
         return max(self.depth - 2, 0)
 
 

@@ -1,6 +1,6 @@
 """P3's pipeline: several mini-batches in flight, each with the weights that it began with.
 
-Let b be the batch of the user's current iteration. With two batches in flight, one iteration runs fM(b+1),
+Let b be the batch in the user's current iteration. With two batches in flight, one iteration runs fM(b+1),
 fD(b), bD(b), bM(b) and the user's optimizer step. With three it runs bM(b-1) instead of bM(b). See "What a
 step does" in docs/strategies/push_pull.md.
 """
@@ -51,7 +51,8 @@ from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, Runs, SplitModel, read_input_spec
 
 Side: TypeAlias = Literal["M", "D"]
-"""Names of the sides in P3: the part side M (layer 1 up to the sum) and the owner side D (the rest)."""
+"""Names for the sides in P3: the part side M (layer 1 up to the sum) and the owner side D (everything after).
+"""
 
 Leaves: TypeAlias = dict[str, Tensor]
 """Autograd leaves with parameter values, by parameter name."""
@@ -63,7 +64,7 @@ _WHOLE_TENSORS = frozenset(
     {"Adafactor", "DistributedShampoo", "GaLoreAdamW", "LBFGS", "Muon", "Shampoo", "SM3", "SOAP"}
     | {"Lamb", "LAMB", "Lars", "LARS"}
 )
-"""Optimizer classes that use norms, rows or factors of a parameter, and not only single elements."""
+"""Optimizer classes that use a parameter's norms, rows or factors, and not only its single elements."""
 
 _ELEMENTWISE = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, SparseAdam"
 
@@ -71,8 +72,8 @@ _ELEMENTWISE = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSpr
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError if ``optimizer`` cannot step parameters that are cut by columns.
 
-    An optimizer must step each element by that element's gradients alone. Exceptions and their subclasses are
-    recognised by class name. Unknown classes are accepted.
+    Each element's update may depend on that element's gradients only. Optimizers that break this rule are
+    recognised by class name, with their subclasses. Unknown classes are accepted.
     """
     cls = type(optimizer)
     remedy = f"use one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
@@ -91,18 +92,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Version(NamedTuple):
-    """Versions of the weights of one side that a batch read and wrote, counted in optimizer steps."""
+    """Versions of one side's weights that a batch read and wrote, counted in optimizer steps."""
 
     batch: int
     side: Side
     read: int
-    """Number of steps of the side when the batch read its weights."""
+    """Number of steps that the side had made when the batch read its weights."""
     written: int
-    """Number of steps of the side before the batch's own step. The lag is ``written - read``."""
+    """Number of steps that the side had made before the batch's own step. The lag is ``written - read``."""
 
 
 class WaitingGradient(NamedTuple):
-    """Gradient of one side of a batch that waits for a step. The fields are those of :class:`Version`."""
+    """One side's gradient from a batch, waiting for a step. See :class:`Version` for the versions."""
 
     batch: int
     side: Side
@@ -111,14 +112,14 @@ class WaitingGradient(NamedTuple):
 
 @final
 class VersionLog:
-    """Records the versions of the weights that batches read and wrote on both sides.
+    """Records which weight versions batches read and wrote on both sides.
 
     torch calls global hooks at every optimizer step, so the user does not have to register optimizers.
     """
 
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
         self.versions: deque[Version] = deque(maxlen=1 << 16)
-        """The latest versions, in the order of the steps."""
+        """The latest versions, in step order."""
         self.waiting: list[WaitingGradient] = []
         self.steps: dict[Side, int] = {"M": 0, "D": 0}
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
@@ -166,11 +167,11 @@ class VersionLog:
             parameter.grad = gradient
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        """Prepare a step of ``optimizer``, as a hook of torch.
+        """Prepare a step with ``optimizer``. torch calls this as a hook.
 
-        Zero gradients of sides that are held back are removed. An optimizer of the model's parameters is
-        remembered, and replaces earlier ones of the same parameters. Raises ConfigError if it cannot step cut
-        parameters.
+        Zero gradients are removed from sides that are held back. If the optimizer has parameters from the
+        model, it is remembered, and replaces earlier optimizers for the same parameters. Raises ConfigError
+        if it cannot step cut parameters.
         """
         for parameter in _list_parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
@@ -192,7 +193,7 @@ class VersionLog:
                 self._known.append(weakref.ref(known_optimizer))
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """Record the versions that a step of ``optimizer`` has written, as a hook of torch.
+        """Record the versions that ``optimizer`` has written in a step. torch calls this as a hook.
 
         Warn once if no optimizer steps the part side.
         """
@@ -200,7 +201,7 @@ class VersionLog:
         if not sides:
             return
 
-        # If the model was called twice on a batch, there is one gradient, the sum of both.
+        # If the model was called twice on a batch, there is one gradient for both calls, their sum.
         stepped = dict.fromkeys(gradient for gradient in self.waiting if gradient.side in sides)
         self.waiting = [gradient for gradient in self.waiting if gradient.side not in sides]
         for gradient in stepped:
@@ -221,7 +222,7 @@ class VersionLog:
             )
 
     def _find_stepped(self, optimizer: Optimizer) -> set[int]:
-        """Return the ids of the model's parameters that ``optimizer`` steps."""
+        """Return the ids of model parameters that ``optimizer`` steps."""
         return {id(parameter) for parameter in _list_parameters(optimizer)} & self._side.keys()
 
 
@@ -238,7 +239,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 @final
 class OwnerSide:
-    """The trained replicated parameters of an owner, which are used after the sum."""
+    """An owner's replicated parameters that are trained. They are used after the sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -258,7 +259,7 @@ class OwnerSide:
             parameter.data = value
 
     def restore(self) -> None:
-        """Restore the live values if :meth:`place` has replaced them."""
+        """Restore the live values, if :meth:`place` has replaced them."""
         if self._live is None:
             return
         for parameter, value in zip(self.parameters, self._live, strict=True):
@@ -269,7 +270,7 @@ class OwnerSide:
 @final
 @dataclass(kw_only=True)
 class InFlightBatch:
-    """The state of a batch from its first phase to its last."""
+    """A batch's state from its first phase to its last."""
 
     number: int
     inputs: tuple[PartInput, ...]
@@ -277,36 +278,36 @@ class InFlightBatch:
     origins: Mapping[str, Origin]
     """Origins of the input rows by node type."""
     leaves: Leaves
-    """Weights of the part side, copied at fM."""
+    """The part side's weights, copied at fM."""
     read: Mapping[Side, int]
-    """Number of steps of each side at fM."""
+    """Number of steps that each side had made at fM."""
     values: list[Tensor] | None
-    """Weights of the owner side at fM. None if fD and bD use the moment's weights."""
+    """The owner side's weights at fM. None if fD and bD use whatever weights are current when they run."""
     own_rows: Leaves = field(default_factory=dict)
-    """Leaves with the rows of the own block that are not cut, by node type."""
+    """Leaves with those rows of the own block that are not cut, by node type."""
     sources: list[Leaves] = field(default_factory=list)
-    """(L0, F_p) tensors by owner, then by node type. The inputs of the first layer are computed from them."""
+    """(L0, F_p) tensors by owner, then by node type. The first layer's inputs are computed from them."""
     shares: list[list[Tensor]] = field(default_factory=list)
     """This part's shares by gathered tensor, then by owner, with their autograd graph."""
     pulls: list[Transfer] = field(default_factory=list)
-    """Transfers of the shares for this owner, by gathered tensor."""
+    """Transfers that bring the shares for this owner, by gathered tensor."""
     pushes: list[Transfer] = field(default_factory=list)
-    """Transfers of the owners' gradients of the sums, by gathered tensor."""
+    """Transfers that bring each owner's gradient for its sum, by gathered tensor."""
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
-    """Gradients of the trained parameters over all owners (bM)."""
+    """Gradients for the trained parameters, summed over all owners (bM)."""
     source_gradients: Sequence[Tensor | None] = ()
-    """Gradients of :attr:`sources` by owner. Empty if they are not trained (bM)."""
+    """Gradients for :attr:`sources` by owner. Empty if they are not trained (bM)."""
     row_gradients: Sequence[Tensor | None] = ()
-    """Gradients of :attr:`own_rows`, times :attr:`weight` (bM)."""
+    """Gradients for :attr:`own_rows`, times :attr:`weight` (bM)."""
     weight: float = 1.0
-    """Weight of this rank's gradient in the step (the gradient rule, docs/development/contracts.md)."""
+    """This rank's gradient weight in the step (the gradient rule, docs/development/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull()) for pull in self.pulls)
 
     def unweigh_row_gradients(self) -> list[Tensor | None]:
-        """Return the gradients of this rank's loss by :attr:`own_rows`. The step weighs them itself."""
+        """Return this rank's gradients for :attr:`own_rows` before weighting. The step weighs them itself."""
         if self.weight == 0:
             return list(self.row_gradients)  # These gradients are 0, too.
         return [None if gradient is None else gradient / self.weight for gradient in self.row_gradients]
@@ -315,16 +316,18 @@ class InFlightBatch:
 def compute_shares(
     layer: SplittableConv, inputs: Sequence[StageInput], exchange: AsyncExchange
 ) -> list[list[Tensor]]:
-    """Compute this part's stages of the first layer, up to the sum over parts (P3's partial forward).
+    """Compute this part's stages in the first layer, up to the sum over parts (P3's partial forward).
 
-    Collective within the group if the layer scatters. ``inputs`` has one entry for each owner of a batch.
-    Return this part's summands by gathered tensor, then by owner.
+    Collective within the group if the layer scatters. ``inputs`` has one entry per owner.
+
+    Returns:
+        This part's summands by gathered tensor, then by owner.
     """
     transformed = [layer.transform(owner_input) for owner_input in inputs]
     pairs = list(zip(inputs, transformed, strict=True))
     scattered = [layer.scatter(owner_input, rows) for owner_input, rows in pairs]
 
-    # A sum needs the shares of one tensor for all owners, but the layer works on one owner at a time.
+    # A sum needs one tensor's shares for all owners, but the layer works on one owner at a time.
     sums = [sum_over_parts(shares, exchange) for shares in zip(*scattered, strict=True)]
     sums_by_owner: list[PartialSums] = [()] * len(inputs)
     if sums:
@@ -340,9 +343,9 @@ def compute_shares(
 class PartSide:
     """The parameters that a part uses before the sum. Some are cut, and some are shared by all parts.
 
-    They are stepped after the backward of a batch, while later batches are in flight. So each batch computes
-    with its own leaves. The gradient of a cut parameter is the sum over the group's owners, which the
-    part computes locally, and over its replicas. The gradient of a shared parameter is summed over all ranks.
+    They are stepped after a batch's backward, while later batches are in flight. So each batch computes with
+    its own leaves. A cut parameter's gradient is summed over the group's owners, which the part does locally,
+    and over its replicas. A shared parameter's gradient is summed over all ranks.
     """
 
     def __init__(
@@ -359,7 +362,7 @@ class PartSide:
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in split.stashed}
         self._pieces = [model.get_parameter(name) for name in split.cuts]
         self._places: dict[str, tuple[nn.Module, str]] = {}
-        """Module and attribute of each parameter."""
+        """Module and attribute where each parameter is stored."""
         for name in split.stashed:
             module_name, _, attribute = name.rpartition(".")
             self._places[name] = model.get_submodule(module_name), attribute
@@ -380,7 +383,7 @@ class PartSide:
 
     @contextmanager
     def place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the modules' parameters by ``leaves`` (leaf tensors of autograd) inside the block."""
+        """Replace the modules' parameters by ``leaves`` (autograd leaf tensors) inside the block."""
         try:
             for name, (module, attribute) in self._places.items():
                 module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # not a Parameter, but modules compute with any tensor
@@ -390,7 +393,7 @@ class PartSide:
                 module._parameters[attribute] = self.parameters[name]
 
     def compute(self, batch: InFlightBatch) -> None:
-        """Run the backward of a batch through this part (bM). Collective if the layer scatters."""
+        """Run a batch's backward through this part (bM). Collective if the layer scatters."""
         # Parameters that the user has frozen meanwhile have no gradient.
         trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
         leaves = [batch.leaves[name] for name in trained]
@@ -410,7 +413,7 @@ class PartSide:
         if shares and inputs:
             gradients = torch.autograd.grad(shares, inputs, share_gradients, allow_unused=True)
 
-        # The gradients come in the order of the inputs.
+        # The gradients come in the same order as the inputs.
         remaining = iter(gradients)
         batch.gradients = {name: next(remaining) for name in trained}
         batch.source_gradients = [next(remaining) for _ in sources]
@@ -446,9 +449,9 @@ class PartSide:
     def _sum_gradients(
         self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor | None]:
-        """Return the sums of the gradients of ``names`` over the ranks that ``all_reduce`` spans.
+        """Sum the gradients for ``names`` over the ranks that ``all_reduce`` spans, in one message.
 
-        They are summed in one message. A rank without a gradient contributes zeros.
+        A rank without a gradient contributes zeros.
         """
         if not names:
             return {}
@@ -474,7 +477,7 @@ class PartSide:
         with report_failed_peers(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
 
-        # In a ring, a rank sends to the next one only.
+        # In a ring, a rank only sends to the next one.
         next_rank = replicas[(index + 1) % len(replicas)]
         self._session.ledger.add(PHASE, 1, rank, next_rank, ring_bytes(flat.nbytes, len(replicas), index))
         return flat
@@ -485,7 +488,7 @@ class PartSide:
     def _gather_replicas(
         self, row_gradients: Sequence[tuple[Tensor, Tensor | None]], sources: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return nodes and gradients of all replicas by rank, so that all ranks add in the same order."""
+        """Return every replica's nodes and gradients in rank order, so that all ranks add alike."""
         gradients = []
         for (_, gradient), source in zip(row_gradients, sources, strict=True):
             gradients.append(torch.zeros_like(source) if gradient is None else gradient)
@@ -502,7 +505,7 @@ class PartSide:
 
 
 def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | None:
-    """Make the process group of the replicas, or None if there are no others. Every rank must call it."""
+    """Make the replicas' process group, or None if there are no others. Every rank must call it."""
     if len(group.replicas) == 1:
         return None
 
@@ -517,15 +520,15 @@ def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | No
 
 @final
 class Pipeline(Shared):
-    """Runs batches through the first layer of one model, in lock-step with the other ranks.
+    """Runs batches through a model's first layer, in lock-step with the other ranks.
 
-    The phases of a batch are called fM, fD, bD and bM. They are forward (f) and backward (b), on the part
-    side (M, before the sum over parts) and on the owner side (D, after it).
+    A batch has four phases, called fM, fD, bD and bM. They are forward (f) and backward (b), on the part side
+    (M, before the sum over parts) and on the owner side (D, after it).
 
     Args:
-        replicas: Process group of the ranks with the same columns. None if this rank is the only one.
+        replicas: Process group with the ranks that hold the same columns. None if this rank is the only one.
         split: The model with its first layer cut by columns.
-        buffers: Buffers of the model, which are averaged after each backward.
+        buffers: The model's buffers, which are averaged after each backward.
     """
 
     def __init__(
@@ -560,26 +563,26 @@ class Pipeline(Shared):
         self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
 
-        # Embeddings get their gradients by rows, so batches have no leaves of them.
+        # Embeddings get their gradients by rows, so batches have no leaves for them.
         embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*self._part.parameters.values(), *embeddings], self._owner.parameters)
         self._spec: InputSpec | None = None
         self._edge_formats: dict[str, str] | None = None
-        """Row shape and dtype of the per-edge values by name, on which all ranks agreed last."""
+        """Row shape and dtype by edge value name, as all ranks last agreed on them."""
         self._begun: InFlightBatch | None = None
         """Batch that has begun, but that the user's loop has not reached yet."""
         self._pushed: list[InFlightBatch] = []
-        """Batches whose gradients of the sums were pushed, and which wait for bM."""
+        """Batches that have pushed the gradients for their sums, and wait for bM."""
         self._ready: list[InFlightBatch] = []
         """Batches that finished bM in the running backward."""
         self._current: InFlightBatch | None = None
         self._last_called: Callable[[], GroupBatch | None] = lambda: None
-        """Weak reference to the batch of the model's last call."""
+        """Weak reference to the batch in the model's last call."""
         self.weight = 1.0
-        """Weight of this rank's gradient in the step. It is set before each forward call."""
+        """This rank's gradient weight in the step. It is set before each forward call."""
 
     def begin(self, group_batch: GroupBatch | None) -> None:
-        """Prepare for the model's call on a batch. The batch is None if the blocks come from elsewhere."""
+        """Prepare for a model call on a batch. The batch is None if the blocks come from elsewhere."""
         self._owner.restore()
         self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
@@ -598,10 +601,12 @@ class Pipeline(Shared):
             self._owner.place(self._current.values)
 
     def __call__(self, layer: SplittableConv, stage_input: StageInput) -> PartialSums:
-        """Return the sums of all parts for this rank's block. Forward and backward are collective.
+        """Return the sums over all parts for this rank's block. Forward and backward are collective.
 
-        Raises ConfigError if the block does not come from the strategy's loader, or the rows are not its own,
-        and PeerError if a rank is dead or did not take part within the time-out.
+        Raises:
+            ConfigError: the block does not come from the strategy's loader, or the rows are not the block's
+                own.
+            PeerError: a rank is dead or did not take part within the time-out.
         """
         group_batch: GroupBatch | None = getattr(stage_input.block, "push_pull", None)
         if group_batch is None:
@@ -642,7 +647,7 @@ class Pipeline(Shared):
         return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def _refuse_second_call(self, group_batch: GroupBatch) -> None:
-        """Raise ConfigError at a second call on a batch. It would replace the weights of the first call."""
+        """Raise ConfigError at a second call on a batch. It would replace the first call's weights."""
         if self._last_called() is group_batch:
             raise ConfigError(
                 "the model was called twice for one batch, but a batch has one version of the weights "
@@ -653,7 +658,7 @@ class Pipeline(Shared):
     def drain(self) -> None:
         """Finish and step every batch whose backward has begun. Every rank must call it.
 
-        A batch that only ran fM is started again when the user's loop reaches it.
+        A batch that has only run fM is started again when the user's loop reaches it.
         """
         self._owner.restore()
         if self._begun is not None:
@@ -676,7 +681,7 @@ class Pipeline(Shared):
         self.exchange.close()
 
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
-        """Push the sums' gradients, and run the part's backward of the batches that are due.
+        """Push the gradients for the sums, and run the part's backward for the batches that are due.
 
         Raises ConfigError if the batch is None, because it was completed before.
         """
@@ -687,7 +692,7 @@ class Pipeline(Shared):
             )
 
         for gradient, shares in zip(gradients, batch.shares, strict=True):
-            # A mean over no targets is NaN, and NaN times a weight of 0 is NaN.
+            # The gradient is NaN in a mean over no targets, and NaN times a weight 0 is NaN.
             weighted = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
             batch.pushes.append(self._activations.push(weighted, shares, BACKWARD, batch.number))
 
@@ -698,7 +703,7 @@ class Pipeline(Shared):
             self._ready.append(due_batch)
 
     def _read_own_rows(self, layer: SplittableConv, stage_input: StageInput) -> dict[str, Tensor]:
-        """Return the rows of the own block that are not cut, by node type."""
+        """Return those rows in the own block that are not cut, by node type."""
         if layer.own_types and self._looks_ahead:
             raise ConfigError(
                 f"the first layer reads rows of {', '.join(layer.own_types)}, which are not features "
@@ -707,7 +712,7 @@ class Pipeline(Shared):
         return {ntype: stage_input.by_type[ntype].x for ntype in layer.own_types}
 
     def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError if ranks have other edge values. Ranks without values would make others wait."""
+        """Raise ConfigError if edge values differ. A rank without values would make the others wait."""
         formats = {name: f"{list(values.shape[1:])} {values.dtype}" for name, values in sorted(edges.items())}
         if formats != self._edge_formats:
             remedy = "pass the first layer the same arguments on every rank"
@@ -715,18 +720,18 @@ class Pipeline(Shared):
             self._edge_formats = formats
 
     def _get_begun(self, group_batch: GroupBatch) -> InFlightBatch | None:
-        """Return the state of ``group_batch`` if its fM has run. Calls without gradients begin anew."""
+        """Return the state that ``group_batch`` has if its fM has run. Calls without gradients begin anew."""
         if self._begun is None or not torch.is_grad_enabled():
             return None
         return self._begun if self._begun.inputs is group_batch.inputs else None
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
-        """Run fM of the next batch if it has not begun. Its messages travel while this batch computes."""
+        """Run fM for the next batch if it has not begun. Its messages travel while this batch computes."""
         following = group_batch.following
         if following is None or self._get_begun(following) is not None:
             return
 
-        # A loop that was left may have begun a batch that is not needed any more.
+        # A loop that was left early may have begun a batch that is no longer needed.
         self._begun = None
         self._spec = spec
         edges = spec.edges(layer, following.inputs[self._group.part].block)
@@ -740,10 +745,13 @@ class Pipeline(Shared):
         own_edges: Mapping[str, Tensor],
         own_rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> InFlightBatch:
-        """Run fM of a batch: compute this part's shares, and begin to pull the shares for this rank.
+        """Run a batch's fM: compute this part's shares, and begin to pull the shares for this rank.
 
-        Collective within the group. ``own_edges`` are the edge values of the own block, which are sent to the
-        other parts. ``own_rows`` are rows of the own block that are not cut, by node type.
+        Collective within the group.
+
+        Args:
+            own_edges: Edge values in the own block, which are sent to the other parts.
+            own_rows: Rows in the own block that are not cut, by node type.
         """
         inputs = group_batch.inputs
         is_training = torch.is_grad_enabled()
@@ -777,7 +785,7 @@ class Pipeline(Shared):
         return batch
 
     def _compute_inputs(self, batch: InFlightBatch, part: int) -> dict[str, StageInput]:
-        """Return the inputs of the first layer for the block of one owner, by node type."""
+        """Return the first layer's inputs for one owner's block, by node type."""
         part_input = batch.inputs[part]
         is_own = part == self._group.part
 
@@ -794,7 +802,7 @@ class Pipeline(Shared):
 
         for ntype, rows in batch.own_rows.items():
             if not is_own:
-                # Rows that are not cut stay with their owner, so other parts have no columns of them.
+                # Rows that are not cut stay with their owner, so other parts have no columns for them.
                 rows = rows.new_zeros(len(part_input.nodes[ntype]), 0)
             width = rows.shape[1]
             runs = (ColumnRange(first=0, last=width, width=width),)
@@ -802,14 +810,14 @@ class Pipeline(Shared):
         return inputs
 
     def _compute_part_gradients(self, batch: InFlightBatch) -> None:
-        """Run bM of a batch, after the gradients of its sums have arrived."""
+        """Run a batch's bM, after the gradients for its sums have arrived."""
         for push in batch.pushes:
             self._wait_timed(push, f"{WAIT} for the push", batch.number)
         with self._record_span("backward M", batch.number):
             self._part.compute(batch)
 
     def _add_part_gradients(self, batch: InFlightBatch) -> None:
-        """Add the gradients of bM to the parameters, and log the sides of the batch that wait for a step."""
+        """Add the gradients from bM to the parameters, and log the batch's sides that wait for a step."""
         self._part.add_gradients(batch)
         # If all leaves are frozen, the side is never stepped.
         if batch.source_gradients or any(leaf.requires_grad for leaf in batch.leaves.values()):
@@ -818,10 +826,9 @@ class Pipeline(Shared):
             self.log.waiting.append(WaitingGradient(batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
-        """Finish a backward, after the gradients of the owner side are summed.
+        """Finish a backward, after the owner side's gradients are summed.
 
-        Add the gradients of the batches that are ready, and note the sides without a gradient in the next
-        step.
+        Add the gradients from batches that are ready, and note which sides have no gradient in the next step.
         """
         self._owner.restore()
         self._buffers.average(weight)
@@ -829,7 +836,7 @@ class Pipeline(Shared):
         if self._pushed and not self._ready:
             self.log.held_back = ("M", "D") if self._one_version else ("M",)
 
-        # Gradients of the part side are added here, because all ranks must sum them after the owner side's.
+        # The part side's gradients are added here, because all ranks must sum them after the owner side's.
         while self._ready:
             self._add_part_gradients(self._ready.pop(0))
         if self._current is not None and not self._one_version:
@@ -850,13 +857,13 @@ class Pipeline(Shared):
 
 
 class PullBackward(torch.autograd.Function):
-    """Makes the sums inputs of the owner's graph. Backward sends their gradients to the parts."""
+    """Makes the sums inputs to the owner's graph. Backward sends their gradients to the parts."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *inputs: Tensor) -> Any:
         ctx.pipeline = pipeline
         ctx.batch = batch
-        # The rows of the own block are inputs only because they get gradients.
+        # The own block's rows are inputs only because they get gradients.
         sums = inputs[len(batch.own_rows) :]
         return tuple(total.view_as(total) for total in sums)
 

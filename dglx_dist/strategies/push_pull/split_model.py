@@ -1,6 +1,6 @@
 """Models cut by input columns: the first layer, the modules before it, and their inputs.
 
-A part repeats the model's computation on its own batch for the nodes of other owners.
+A part repeats on other owners' nodes what the model computes on the part's own batch.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 
 _OWN_FORWARD = "_dglx_forward"
-"""Attribute of a module with the name of its method that is replaced."""
+"""Attribute in which a module stores the name of its replaced method."""
 
 
 InputStep: TypeAlias = "Converted | Dropped | ColumnLayerNorm"
-"""Operation on a part's rows before the first layer. Steps that do the same compare equal.
+"""Operation on a part's rows before the first layer. Operations that do the same compare equal.
 
-``apply(rows, owner, origin)`` returns the (L0, F_p) result for one owner's rows of this origin.
+``apply(rows, owner, origin)`` returns the (L0, F_p) result for one owner's rows that have this origin.
 """
 
 
 @final
 @dataclass(frozen=True)
 class Converted:
-    """Conversion to another dtype."""
+    """Converts rows to another dtype."""
 
     dtype: torch.dtype
 
@@ -64,12 +64,12 @@ class Converted:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Dropout of entries by (seed, batch, node, column)."""
+    """Drops entries at random, keyed by (seed, batch, node, column)."""
 
     probability: float
     seed: int
     stream: int
-    """Random stream of the dropout module."""
+    """The dropout module's random stream."""
 
     def apply(self, rows: Tensor, owner: PartInput, origin: Origin) -> Tensor:
         nodes = owner.keys(origin.ntype)
@@ -81,12 +81,12 @@ class Dropped:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Description of how a part computes its input rows for any owner. Equal descriptions compare equal."""
+    """Describes how a part computes its input rows for any owner. Equal descriptions compare equal."""
 
     ntype: str
-    """Node type of the rows."""
+    """Node type that the rows belong to."""
     runs: tuple[ColumnRange, ...]
-    """The part's columns of the uncut input, in order. They are keys of dropout."""
+    """The part's columns within the uncut input, in order. Dropout uses them as keys."""
     names: tuple[str, ...] = ()
     """Names of the loader's features that are concatenated."""
     embedding: ColumnEmbedding | None = None
@@ -100,7 +100,7 @@ class Origin:
         return self.embedding is None and all(isinstance(step, Converted) for step in self.steps)
 
     def read_source(self, owner: PartInput) -> Tensor:
-        """Return the (L0, F_p) rows before the steps: features, or a leaf with rows of an embedding."""
+        """Return the (L0, F_p) rows before the steps: features, or a leaf with embedding rows."""
         if self.embedding is not None:
             weight = self.embedding.weight
             return weight.detach()[owner.nodes[self.ntype]].requires_grad_(weight.requires_grad)
@@ -108,7 +108,7 @@ class Origin:
         return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
     def compute_rows(self, source: Tensor, owner: PartInput) -> Tensor:
-        """Apply the steps to ``source``, and return the (L0, F_p) input of the first layer."""
+        """Apply the steps to ``source``, and return the first layer's (L0, F_p) input."""
         for step in self.steps:
             source = step.apply(source, owner, self)
         return source
@@ -119,17 +119,17 @@ class Origin:
 
 @final
 class InputProvenance(Shared):
-    """Records the origins of tensors in the model's current batch.
+    """Remembers where the tensors in the model's current batch come from.
 
-    A tensor is recognised by its storage. So a view of the loader's tensor is recognised, but a result
-    that is computed from it is not.
+    A tensor is recognised by its storage. So a view into the loader's tensor is recognised, but a result that
+    is computed from it is not.
     """
 
     def __init__(self, seed: int) -> None:
         self.own_input: PartInput | None = None
         """This rank's input of the model's current batch, or None outside of a batch."""
         self.dropouts = NodeDropouts(seed, LATER_MODULES)
-        """Random numbers of dropouts that are not on the input."""
+        """Random numbers for dropouts after the input."""
         self._known: list[tuple[Tensor, Origin]] = []
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
@@ -149,13 +149,13 @@ class InputProvenance(Shared):
         self.dropouts.begin(self.own_input.number, nodes)
 
     def add(self, rows: Tensor, origin: Origin) -> None:
-        """Record the origin of ``rows`` of the own batch. The rows are kept until the next batch."""
+        """Record where ``rows`` in the own batch come from. They are kept until the next batch."""
         self._known.append((rows, origin))
 
     def find(self, rows: Tensor, ntype: str = "") -> Origin | None:
-        """Return the origin of ``rows``, including a change of dtype, or None if it is unknown.
+        """Return where ``rows`` come from, including a dtype change, or None if it is unknown.
 
-        ``ntype`` is the node type of the rows, if the caller knows it.
+        ``ntype`` is the rows' node type, if the caller knows it.
         """
         known = self._known
         if ntype:
@@ -164,7 +164,7 @@ class InputProvenance(Shared):
             if tensor is rows or is_same_view(tensor, rows):
                 return origin
 
-        # Rows that are trained are never copies of the loader's tensors.
+        # Trained rows are never copies of the loader's tensors.
         if rows.requires_grad:
             return None
         for tensor, origin in reversed(known):
@@ -189,7 +189,7 @@ def _has_same_ids(ids: Tensor, nodes: Tensor) -> bool:
 
 
 def _is_copy(tensor: Tensor, rows: Tensor, origin: Origin) -> bool:
-    """Return whether ``rows`` are a copy of ``tensor``, in another dtype or concatenated by the model."""
+    """Return whether ``rows`` copy ``tensor``, in another dtype or concatenated by the model."""
     is_converted = tensor.dtype != rows.dtype
     is_concatenation = len(origin.names) > 1 and not origin.steps
     if not (is_converted or is_concatenation) or tensor.shape != rows.shape:
@@ -198,15 +198,17 @@ def _is_copy(tensor: Tensor, rows: Tensor, origin: Origin) -> bool:
 
 
 InputModule: TypeAlias = "ColumnDropout | ColumnEmbedding | ColumnLayerNorm"
-"""Object with a ``forward`` for a module before the first layer, which works on columns of the own batch, and
-records the origin of the result. ``cut`` maps parameter names to the dimension of the columns."""
+"""Replacement for a module before the first layer. Its ``forward`` works on the own batch's columns.
+
+``forward`` also records where the result comes from. ``cut`` maps parameter names to the columns' dimension.
+"""
 
 
 @final
 class ColumnDropout:
     """``nn.Dropout`` with keyed random numbers.
 
-    ``number`` is the number of the module in the model. ``edges`` is whether it is applied to edge values.
+    ``number`` is the module's number in the model. ``edges`` says whether it is applied to edge values.
     """
 
     cut: Mapping[str, int] = MappingProxyType({})
@@ -221,7 +223,7 @@ class ColumnDropout:
         self._edges = edges
 
     def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
-        """Return ``x`` with entries dropped. ``nodes`` are (n,) int64 keys of its rows, if they are known."""
+        """Return ``x`` with entries dropped. ``nodes`` are (n,) int64 row keys, if they are known."""
         dropout = self._dropout
         own_input = self._provenance.own_input
         if own_input is None or not dropout.training or dropout.p == 0:
@@ -246,11 +248,11 @@ class ColumnDropout:
 
 @final
 class ColumnEmbedding:
-    """``nn.Embedding`` of all nodes as the input.
+    """``nn.Embedding`` for all nodes, used as the input.
 
     Any torch optimizer can train it. With ``sparse=True`` its gradient is sparse. Gradients are computed for
-    rows, so batches in flight have no leaves of the weight. Raises ConfigError if an option of the embedding
-    needs whole rows.
+    rows, so batches in flight have no leaves for the weight. Raises ConfigError if an embedding option needs
+    uncut rows.
     """
 
     def __init__(
@@ -270,13 +272,13 @@ class ColumnEmbedding:
 
     @property
     def weight(self) -> Tensor:
-        """(V, D_p) columns of this part."""
+        """(V, D_p) columns on this part."""
         return self._embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this part's columns of the rows of the input nodes ``x``, without a gradient.
+        """Return this part's columns from the rows at the input nodes ``x``, without a gradient.
 
-        Raises ConfigError if ``x`` are not the input nodes of the batch.
+        Raises ConfigError if ``x`` are not the batch's input nodes.
         """
         own_input = self._provenance.own_input
         nodes = None if own_input is None else own_input.nodes[self._origin.ntype]
@@ -301,14 +303,14 @@ class ColumnEmbedding:
         weight = self.weight
         nodes = torch.cat([ids for ids, _ in pairs])
         gradients = torch.cat([gradient for _, gradient in pairs]).to(weight).detach()
-        # The row of the padding index is never trained.
+        # The row at the padding index is never trained.
         padding = self._embedding.padding_idx
         if self._embedding.sparse:
             if padding is not None:
                 is_trained = nodes != padding
                 nodes = nodes[is_trained]
                 gradients = gradients[is_trained]
-            # coalesce() reads the number of distinct rows from the device.
+            # coalesce() makes the host wait, because it reads from the device how many rows are distinct.
             indices = nodes.unsqueeze(0)
             total = torch.sparse_coo_tensor(
                 indices, gradients, weight.shape, check_invariants=True
@@ -323,10 +325,10 @@ class ColumnEmbedding:
 
 @final
 class ColumnLayerNorm:
-    """``nn.LayerNorm`` of the uncut input rows.
+    """``nn.LayerNorm`` over the uncut input rows.
 
     A node's row has the same mean and variance in every batch, so they are computed once. ``moments`` are
-    mean and biased variance of every node's uncut row, (V,) float64 each.
+    mean and biased variance over every node's uncut row, (V,) float64 each.
     """
 
     def __init__(
@@ -343,9 +345,9 @@ class ColumnLayerNorm:
         self._moments = moments
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this part's columns of the normalized features, without a gradient.
+        """Return this part's columns from the normalized features, without a gradient.
 
-        Raises ConfigError if ``x`` are not the unchanged features of the batch.
+        Raises ConfigError if ``x`` are not the batch's unchanged features.
         """
         origin = self._provenance.find(x)
         own_input = self._provenance.own_input
@@ -389,15 +391,15 @@ class ColumnLayerNorm:
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """The origins of the first layer's arguments."""
+    """Where the first layer's arguments come from."""
 
     origins: Mapping[str, Origin]
-    """Origins of the input rows by node type."""
+    """Origins by node type for the input rows."""
     keys: Mapping[str, str | None]
-    """Name of the block's edge data for each edge argument, or None if the model computes it."""
+    """Key in the block's edge data for each edge argument. None if the model computes the argument."""
 
     def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the per-edge values of a block before the model is called on it."""
+        """Return a block's per-edge values before the model is called on it."""
         for name, key in self.keys.items():
             if key is None:
                 raise ConfigError(
@@ -410,7 +412,7 @@ class InputSpec:
 
 
 def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: InputProvenance) -> InputSpec:
-    """Return the origins of ``arguments``.
+    """Find out where ``arguments`` come from.
 
     Raises ConfigError if parts cannot compute such rows for other owners, or an edge argument is trained.
     """
@@ -443,7 +445,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
 
 
 def _find_edge_key(values: Tensor, block: DGLBlock) -> str | None:
-    """Return the name of the block's edge data that ``values`` are, or None if they are none of it."""
+    """Return the key under which the block's edge data has ``values``, or None if it has not."""
     for key, stored in block.edata.items():
         if is_same_view(stored, values):
             return str(key)
@@ -463,14 +465,16 @@ def find_input_modules(
     *,
     num_nodes: int,
 ) -> dict[nn.Module, InputModule]:
-    """Find the norms and embeddings that work on the input of one node type. Every rank must call this.
+    """Find the norms and embeddings that work on one node type's input. Every rank must call this.
 
-    Norms and embeddings of all nodes are cut if they are as wide as the input. A norm must also be
-    registered before the first layer, or no other parameter of the model may be that wide.
+    Norms, and embeddings for all nodes, are cut if they are as wide as the input. A norm must also be
+    registered before the first layer, or no other parameter in the model may be that wide. Raises ConfigError
+    if a module before the first layer cannot work on columns.
 
-    ``runs`` are this part's columns. ``moments`` returns mean and variance of each node's concatenated
-    features, (V,) float64. It is collective, and called only if there is a norm. Raises ConfigError if a
-    module before the first layer cannot work on columns.
+    Args:
+        runs: This part's columns.
+        moments: Returns mean and variance over each node's concatenated features, (V,) float64. It is
+            collective, and called only if there is a norm.
     """
     width = runs[0].width
     for name, batch_norm in (*_find_modules(model, nn.BatchNorm1d), *_find_modules(model, BatchNorm)):
@@ -527,17 +531,17 @@ def _find_modules(model: nn.Module, module_type: type[_Module]) -> Iterator[tupl
 
 
 def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[str, nn.Embedding]]:
-    """Yield the names and the embeddings that have a row for every node."""
+    """Yield embeddings that have a row for every node, with their names."""
     for name, embedding in _find_modules(model, nn.Embedding):
         if embedding.num_embeddings == num_nodes:
             yield name, embedding
 
 
 def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int) -> bool:
-    """Return whether ``module`` is applied to the inputs of the layer ``first``, as far as one can know.
+    """Guess whether ``module`` is applied to the inputs of the layer ``first``.
 
-    Modules are registered in the order of their use, as a rule. A norm that is registered later counts as a
-    norm of the inputs if no other weight outside of ``first`` is as wide as they are.
+    As a rule, modules are registered in the order in which they are used. A norm that is registered later
+    counts as an input norm if no other weight outside ``first`` is as wide as the input.
     """
     modules = list(model.modules())
     inner_modules = set(first.modules())
@@ -556,7 +560,7 @@ def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int
 
 
 Runs: TypeAlias = tuple[tuple[ColumnRange, ...], ...]
-"""Columns of each part, in the order of the parts."""
+"""Each part's columns, in part order."""
 
 
 @final
@@ -565,31 +569,31 @@ class Cut:
     """The distribution of one parameter over the parts."""
 
     shape: tuple[int, ...]
-    """Shape of the uncut parameter."""
+    """Shape before the cut."""
     dimension: int
-    """Dimension over the input columns."""
+    """Dimension that the input columns are in."""
     runs: Runs
-    """Columns of each part, in their order in the piece."""
+    """Each part's columns, in the order in which its piece has them."""
 
     def piece_shape(self, part: int) -> tuple[int, ...]:
-        """Return the shape of the piece of ``part``, which may be empty."""
+        """Return the shape that the piece on ``part`` has. It may be empty."""
         shape = list(self.shape)
         shape[self.dimension] = sum(len(run) for run in self.runs[part])
         return tuple(shape)
 
 
 def compute_by(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> None:
-    """Replace the method ``name`` of a user's module. Its :func:`uncut_copy` keeps the old one."""
+    """Replace the method ``name`` in a user's module. Its :func:`uncut_copy` keeps the old method."""
     vars(module)[name] = forward
     vars(module)[_OWN_FORWARD] = name
 
 
 def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the user's module with ``uncut`` tensors instead of pieces, by parameter name.
+    """Copy the user's module, with ``uncut`` tensors by parameter name in place of pieces.
 
     Raises ConfigError if the module holds something that cannot be copied.
     """
-    # deepcopy() takes the copies of objects from the memo, by their ids.
+    # deepcopy() looks up objects by id in the memo, and takes the copies that it finds there.
     memo: dict[int, Any] = {}
     for inner in module.modules():
         attributes = vars(inner)
@@ -598,7 +602,7 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
         if _OWN_FORWARD in attributes:
-            # The replaced methods hold the last batch and the moments of all rows, so they are not copied.
+            # The replaced methods hold the last batch and the moments over all rows, so they are not copied.
             method = attributes[attributes[_OWN_FORWARD]]
             memo[id(method)] = False
     for name, parameter in uncut.items():
@@ -627,27 +631,27 @@ class SplitModel:
     """This rank's part of a model."""
 
     layer: SplittableConv
-    """First layer of this part."""
+    """First layer on this part."""
     runs: Mapping[str, Runs]
-    """Columns of the input by node type."""
+    """Input columns by node type."""
     features: list[Origin]
-    """Origins of the loader's rows: each feature, and the concatenation of all."""
+    """Origins for the loader's rows: one for each feature, and one for all of them concatenated."""
     provenance: InputProvenance
     cuts: Mapping[str, Cut]
     """Cuts by parameter name. A shared parameter is listed under all its names."""
     stashed: tuple[str, ...]
-    """Parameters before the sum. Every batch in flight has its own leaves of them."""
+    """Parameters that are used before the sum. Every batch in flight has its own leaves for them."""
     shared: tuple[str, ...]
-    """Stashed parameters that every part holds uncut."""
+    """Those of the stashed parameters that every part holds uncut."""
 
 
 @final
 @dataclass(frozen=True)
 class TypeSchema:
-    """Types of a graph."""
+    """The node and edge types in a graph."""
 
     num_nodes: Mapping[str, int]
-    """Number of nodes by node type."""
+    """Node counts by node type."""
     etypes: Sequence[EdgeType]
 
     @property
@@ -659,11 +663,11 @@ class TypeSchema:
 def split_model(
     model: nn.Module, stores: Mapping[str, ColumnStore], group: Group, schema: TypeSchema, *, seed: int
 ) -> SplitModel:
-    """Cut the first layer of ``model`` and the modules before it to this rank's part. All ranks call this.
+    """Cut the first layer in ``model`` and the modules before it to this rank's part. All ranks call this.
 
     The user's modules are kept. Their parameters become pieces, and their ``forward`` computes by stages.
-    Raises ConfigError if no layer takes the input's columns and can be split, or a module before it cannot be
-    cut.
+    Raises ConfigError if no layer that takes the input's columns can be split, or a module before it cannot
+    be cut.
     """
     find_input = _find_input if schema.is_homogeneous else _find_typed_input
     widths, (first_name, layer) = find_input(model, stores, schema)
@@ -675,7 +679,7 @@ def split_model(
         runs[ntype] = deal_out_concatenated([*width_of_feature.values()], group.size)
         own_runs[ntype] = runs[ntype][group.part]
 
-    # Only models of a single type have norms and embeddings before the first layer.
+    # Only models for a single type have norms and embeddings before the first layer.
     only_type = next(iter(widths))
     modules: dict[nn.Module, InputModule] = {}
     if schema.is_homogeneous:
@@ -685,7 +689,7 @@ def split_model(
             model, first, provenance, only_type, own_runs[only_type], moments, num_nodes=num_nodes
         )
     modules |= find_dropouts(model, provenance, seed)
-    # The stages of the first layer apply its own dropout.
+    # The first layer's stages apply its own dropout.
     replaced_modules = modules.keys() - layer.split_modules()
     inputs = {module: modules[module] for module in model.modules() if module in replaced_modules}
 
@@ -706,7 +710,7 @@ def split_model(
         forward = input_module.forward
         compute_by(module, forward)
         if isinstance(input_module, ColumnDropout):
-            # Set like this, because modules register attributes that are modules.
+            # vars() is used because setattr() on a module would register a value that is a module.
             vars(module)[DROP_ROWS] = forward
     for (module, inner_name), (dimension, ntype) in dimensions.items():
         cut_in_place(module, {inner_name: dimension}, own_runs[ntype])
@@ -740,10 +744,10 @@ def _find_cuts(
     dimensions: Mapping[tuple[nn.Module, str], tuple[int, str]],
     runs: Mapping[str, Runs],
 ) -> dict[str, Cut]:
-    """Return the cuts by the full names of the parameters.
+    """Return the cuts by full parameter name.
 
-    ``dimensions`` maps (module, name within it) to the dimension to cut and the node type of its columns.
-    Raises ConfigError if a parameter to cut is also used elsewhere in the model.
+    ``dimensions`` maps (module, name within it) to the dimension to cut and the node type that its columns
+    belong to. Raises ConfigError if a parameter to cut is also used elsewhere in the model.
     """
     cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], int, str]] = {}
     for (module, inner_name), (dimension, ntype) in dimensions.items():
@@ -779,7 +783,7 @@ def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kw
 
 
 def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]:
-    """Return the name and the stages of the first convolution with ``width`` input columns.
+    """Return the first convolution with ``width`` input columns, as its name and its stages.
 
     Raises ConfigError if there is none, or it cannot be split.
     """
@@ -808,7 +812,7 @@ def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]
 def find_typed_layer(
     model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]
 ) -> tuple[str, SplittableConv]:
-    """Return the name and the stages of the first layer that reads several types with ``widths`` columns.
+    """Return the first layer that reads several types with ``widths`` columns, as its name and its stages.
 
     Raises ConfigError if there is none, or it cannot be split.
     """
@@ -831,12 +835,14 @@ def find_typed_layer(
 
 
 FoundInput: TypeAlias = tuple[dict[str, dict[str, int]], tuple[str, SplittableConv]]
-"""Widths of the input by node type and feature name, and the name and stages of the layer that takes them.
-An embedding has a width with an empty name."""
+"""Input widths by node type and feature name, and the name and stages of the layer that takes them.
+
+An embedding has a width with an empty name.
+"""
 
 
 def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    """Return the input's widths, and the first layer, for a model of several types."""
+    """Return the input's widths and the first layer, for a model with several types."""
     widths = {ntype: dict(store.widths) for ntype, store in stores.items() if store.names}
     total_widths = {ntype: sum(width_of_feature.values()) for ntype, width_of_feature in widths.items()}
     name, layer = find_typed_layer(model, schema.etypes, total_widths)
@@ -846,9 +852,9 @@ def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schem
 
 
 def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    """Return the input's widths by node type, and the first layer, for a model of one node type.
+    """Return the input's widths by node type and the first layer, for a model with one node type.
 
-    If no layer takes the features, the input is the model's embedding of all nodes. Raises ConfigError if
+    If no layer takes the features, the input is the model's embedding for all nodes. Raises ConfigError if
     there is no such layer.
     """
     ((ntype, store),) = stores.items()

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 PHASE = "weights"
-"""Ledger phase of joined pieces of weights and optimizer state."""
+"""Ledger phase for pieces of weights and optimizer state that are joined."""
 
 
 @final
 class PushPull(Strategy):
-    """Features are cut by column and never sent. Partial activations of the first layer are sent (P3).
+    """Features are cut by column and never sent. The first layer's partial activations are sent (P3).
 
     See :class:`PushPullOptions` for the options, and docs/strategies/push_pull.md.
     """
@@ -96,7 +96,7 @@ class PushPull(Strategy):
 
 @final
 class OpenedPushPull(OpenedStrategy):
-    """The columns of a graph's features, and the pipelines of the models that train on them."""
+    """A graph's feature columns, and the pipelines for models that train on them."""
 
     def __init__(self, strategy: PushPull, g: DistGraph) -> None:
         super().__init__(strategy, g)
@@ -107,12 +107,12 @@ class OpenedPushPull(OpenedStrategy):
         self.group = make_group(self.session, group_size)
         self._columns = ColumnStores(g, self.group)
         self.pipelines: list[weakref.ref[Pipeline]] = []
-        """Pipelines that the loaders drain at the end of an epoch."""
+        """Pipelines that the loaders drain when an epoch ends."""
         self._replicas: dist.ProcessGroup | None = None
         self.on_close += [self._columns.close, self._leave_replicas]
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks with the same columns, or None. Every rank must call this."""
+        """Return the group whose ranks hold the same columns, or None. Every rank must call this."""
         if self._replicas is None:
             self._replicas = make_replica_group(self.session, self.group)
         return self._replicas
@@ -123,7 +123,7 @@ class OpenedPushPull(OpenedStrategy):
 
     @property
     def columns(self) -> dict[str, ColumnStore]:
-        """The columns of the option ``features`` by node type. Opening them is collective."""
+        """The columns that the option ``features`` names, by node type. Opening them is collective."""
         return self._open_columns(self._names)
 
     def _open_columns(self, names_by_type: Mapping[str, Sequence[str]]) -> dict[str, ColumnStore]:
@@ -146,7 +146,7 @@ class OpenedPushPull(OpenedStrategy):
         sampler: Any,
         loader_options: Mapping[str, Any],
     ) -> PushPullLoader:
-        """Return a loader like ``inner_class`` with the columns of matrices that ``sampler`` prefetches."""
+        """Return a loader like ``inner_class``, plus columns for the matrices that ``sampler`` prefetches."""
         stores = self.columns
         disjoint = loader_options.get("disjoint")
         reduced_sampler, names = run_on_all_ranks(
@@ -162,7 +162,7 @@ class OpenedPushPull(OpenedStrategy):
         return PushPullModel(model, self, reduction)
 
     def _find_features(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the option ``features`` that each node type has."""
+        """Return the names in the option ``features`` that each node type has."""
         names = self.options.names
         names_of_type = {ntype: list(self.g.nodes[ntype].data) for ntype in self.g.ntypes}
         known_names = dict.fromkeys(name for columns in names_of_type.values() for name in columns)
@@ -182,7 +182,7 @@ class OpenedPushPull(OpenedStrategy):
         """Return the fewest ranks that can hold the features with ``memory`` bytes each (P3, 3.5)."""
         world_size = self.session.topology.world_size
         if not self.options.memory or not any(self._names.values()):
-            # The size of an embedding is not known before there is a model.
+            # An embedding's size is not known before there is a model.
             return world_size
 
         num_bytes = 0
@@ -205,9 +205,11 @@ class PushPullModel(WrappedModel):
     """The user's model with its first convolution split. The user's module is modified.
 
     Forward and backward are collective. Every rank must run both in every step, even without targets. With
-    several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
-    due. The last batches are stepped when the pipeline is drained. Raises ConfigError if no layer of the
-    model takes the input's columns and can be split, or data_parallel could not train the model either.
+    several mini-batches in flight, a step of the user's optimizer applies the gradients from the batch that
+    is due. The last batches are stepped when the pipeline is drained.
+
+    Raises ConfigError if no layer that takes the input's columns can be split, or if data_parallel could not
+    train the model either.
     """
 
     def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
@@ -243,7 +245,7 @@ class PushPullModel(WrappedModel):
         self._provenance = split.provenance
         self._first_layer = type(split.layer).__name__
         self._uncut_modules: dict[int, str] = {}
-        """Names of modules with weights that are not split, by id. They must not get a part's columns."""
+        """Names of modules whose weights are not split, by module id. They must not get a part's columns."""
         cut_parameters = {model.get_parameter(name) for name in split.cuts}
         split_modules = set(split.layer.modules())
         for name, submodule in model.named_modules():
@@ -262,7 +264,7 @@ class PushPullModel(WrappedModel):
 
     @property
     def versions(self) -> Sequence[Version]:
-        """Versions of the weights that the latest batches read and wrote, in the order of their steps."""
+        """Weight versions that the latest batches read and wrote, in step order."""
         return tuple(self._pipeline.log.versions)
 
     @property
@@ -288,7 +290,7 @@ class PushPullModel(WrappedModel):
         self._pipeline.drain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module on blocks of the strategy's loader. Other blocks raise ConfigError."""
+        """Call the user's module on blocks from the strategy's loader. Other blocks raise ConfigError."""
         arguments = (*args, *kwargs.values())
         flat_arguments = flatten_arguments(arguments)
         values = [getattr(argument, "push_pull", None) for argument in flat_arguments]
@@ -319,7 +321,7 @@ class PushPullModel(WrappedModel):
             handle.remove()
 
     def _check_input(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Raise ConfigError if an uncut module with weights is called on this part's columns of the input."""
+        """Raise ConfigError if an uncut module with weights is called on this part's input columns."""
         name = self._uncut_modules.get(id(module))
         if name is None:
             return
@@ -351,8 +353,8 @@ class PushPullModel(WrappedModel):
         if cut is None:
             return piece
 
-        # State such as a count of steps is no piece. A single value may have the shape of a piece with one
-        # column, but not on all parts.
+        # State such as a step count is no piece. A single value may look like a piece with one column, but
+        # not on all parts.
         is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
         if not gather_int64([is_piece], self._session).all():
             return piece
@@ -367,7 +369,7 @@ class PushPullModel(WrappedModel):
         return cut_out(uncut, cut.runs[self._group.part], cut.dimension)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip as described in the base class. Pieces count once for each part, not for its replicas.
+        """Clip as described in the base class. Pieces count once, although replicas hold them too.
 
         Raises ConfigError if ``norm_type`` is not above 0.
         """
@@ -376,7 +378,7 @@ class PushPullModel(WrappedModel):
         cut_parameters = [self.module.get_parameter(name) for name in self._cuts]
         mark_pieces(cut_parameters, self._session, self._group.size)
 
-        # torch's function cannot combine norms of sparse gradients with those of pieces.
+        # torch's function cannot combine norms from sparse gradients with those from pieces.
         gradients = [parameter.grad for parameter in self.module.parameters()]
         norms = [gradient.norm(norm_type) for gradient in gradients if gradient is not None]
         if not norms:
