@@ -58,10 +58,12 @@ def compute_access_probability(
     p_h(v), 1 - prod (1 - min(1, k / deg(u)) p_{h-1}(u)). The cost is O(edges) per hop.
 
     Args:
-        shards: Edge type to its complete structure. num_nodes: Node type to its node count N.
+        shards: Edge type to its complete structure.
+        num_nodes: Node type to its node count N.
         seeds: Node type to the (T,) int64 distinct ids that the rank trains on.
         fanouts: Edge type to k, one mapping per layer, input-most first as in the samplers. -1 draws all
-            edges. batch_size: Number of seeds in one batch, over all types.
+            edges.
+        batch_size: Number of seeds in one batch, over all types.
     """
     num_seeds = sum(len(ids) for ids in seeds.values())
     seed_probability = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}

@@ -229,13 +229,14 @@ class DistGraph(Shared):
 
     Args:
         folder: Folder that ``dglx partition`` wrote, or its address in an object store. Each server fetches
-            the parts that it owns into a local cache. part_config: JSON file from DGL's ``partition_graph``
-            to use instead. It is imported once into ``<name>.dglx`` beside it.
+            the parts that it owns into a local cache.
+        part_config: JSON file from DGL's ``partition_graph`` to use instead. It is imported once into
+            ``<name>.dglx`` beside it.
         structure: ``replicated``: every server maps all in-edges in the graph. ``partitioned``: every server
             maps the in-edges in its own parts and requests the others. ``auto``: replicated if all parts are
             on every machine and the structure takes at most half the free memory.
-        verify: Whether files are compared with their checksums; see ``open_dataset``. session: Session that
-            the graph belongs to. The default is the current session.
+        verify: Whether files are compared with their checksums; see ``open_dataset``.
+        session: Session that the graph belongs to. The default is the current session.
 
     Raises:
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
@@ -396,9 +397,13 @@ class DistGraph(Shared):
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
         """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
-        Args: name: Name for messages and keys. rows: Total count to cut evenly over the S servers, or (S +
-        1,) bounds. With bounds, server s has the rows ``rows[s]:rows[s + 1]``.  Raises: ConfigError: the name
-        contains ``~``, the count is negative, or the bounds are invalid.
+        Args:
+            name: Name of the policy.
+            rows: Row count to cut evenly over the S servers, or (S + 1,) bounds. With bounds, server s has
+                the rows ``rows[s]:rows[s + 1]``.
+
+        Raises:
+            ConfigError: the name contains ``~``, the count is negative, or the bounds are invalid.
         """
         if "~" in name:
             raise ConfigError(f"the policy name {name!r} contains '~'. Choose another name.")
@@ -453,8 +458,7 @@ class DistGraph(Shared):
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
     ) -> CachePlan:
-        """Cache rows from other servers, so that fewer rows travel. Results stay the same. Every rank must
-        call this.
+        """Cache rows from other servers. Results stay the same. Every rank must call this.
 
         A server's ranks share the cached rows. A second call replaces the rows from the first call, and
         ``alpha=0`` drops them. With one server there is nothing to cache.
@@ -498,8 +502,8 @@ class DistGraph(Shared):
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. The first call reads
-        every edge.
+        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. Reads every edge
+        once.
         """
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
@@ -526,14 +530,14 @@ class DistGraph(Shared):
         """Sample in-edges of ``seed_nodes``. Like DGL, return a graph with all nodes.
 
         Args:
-            seed_nodes: (K,) ids, or a dict from node type to ids. fanout: Maximum edges per node and edge
-                type, -1 for all, or a dict by edge type.
+            seed_nodes: (K,) ids, or a dict from node type to ids.
+            fanout: Maximum edges per node and edge type, -1 for all, or a dict by edge type.
             edge_dir: ``in``. Out-edges are stored with their destinations and cannot be drawn.
             prob: Name of an edge tensor: weights, or a mask that marks the edges that may be drawn.
-                exclude_edges: Edge ids that are never drawn, or a dict from edge type to ids.
+            exclude_edges: Edge ids that are never drawn, or a dict from edge type to ids.
             replace: Whether an edge may be drawn more than once.
-            etype_sorted: Accepted for DGL, without effect. output_device: Device that receives the graph. The
-                default is the CPU.
+            etype_sorted: Accepted for DGL, without effect.
+            output_device: Device that receives the graph. The default is the CPU.
         """
         if edge_dir != "in":
             raise ConfigError(f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph.")
@@ -562,11 +566,10 @@ class DistGraph(Shared):
     def new_ids(
         self, ids: Ids | Sequence[str], ntype: str | None = None, *, from_user_ids: bool = False
     ) -> Tensor:
-        """Translate ids from the dataset's source into (K,) int64 node ids. Invert :meth:`orig_ids`. Read all
-        ids.
+        """Translate ids from the dataset's source into (K,) int64 node ids, the inverse of :meth:`orig_ids`.
 
-        Text ids are the user's own ids, as :meth:`user_ids` returns them. With ``from_user_ids``, integers
-        are user ids, too. Raises IndexError with the first id that no node has.
+        Each call reads all ids. Text ids are the user's own ids, as :meth:`user_ids` returns them. With
+        ``from_user_ids``, integers are user ids, too. Raises IndexError with the first id that no node has.
         """
         key = self._resolve_ntype(ntype, "new_ids(ids, ntype)")
         is_text = isinstance(ids, Sequence | np.ndarray) and np.asarray(ids).dtype.kind in "UO"
@@ -579,11 +582,10 @@ class DistGraph(Shared):
         return original_ids.argsort()[source_ids]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
-        """Return the (K,) ids that the user gave the nodes, int64 or unicode text. By default, they are
-        source ids.
+        """Return the (K,) ids that the user gave the nodes, int64 or unicode text.
 
-        :meth:`orig_ids` returns source ids. Raises IndexError if an id is out of range, and StorageError if
-        the ids are text and not all parts are on this machine.
+        If the user gave none, this is :meth:`orig_ids`. Raises IndexError if an id is out of range, and
+        StorageError if the ids are text and not all parts are on this machine.
         """
         key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
         policy = self._node_policies[key]

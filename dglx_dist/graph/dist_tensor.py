@@ -72,9 +72,7 @@ def make_unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionPolicy:
-    """Distribution of rows over the servers. The rows belong to one node type, to one edge type, or to
-    neither.
-    """
+    """Distribution of rows over the servers. The rows belong to a node type, an edge type, or neither."""
 
     kind: Literal["node", "edge", "own"]
     type_name: str | EdgeType
@@ -213,22 +211,21 @@ class DistTensor(Shared):
     time. If one rank writes rows that another rank reads, the program must order the two (``g.barrier()``).
 
     Args:
-        shape: Shape of the complete tensor. Without ``part_policy`` its first size selects the node or edge
-            type.
+        shape: Global shape. Without ``part_policy`` its first size selects the node or edge type.
         name: Name, the same on all ranks. With None, nothing can attach to the tensor later.
-        init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
-            each server calls it. The default is zeros.
+        init_func: Function from (shape, dtype) to the first values for the local server's rows. One rank per
+            server calls it. The default is zeros.
         part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
             ``g.new_policy(name, rows)`` for rows that are neither.
-        persistent: Accepted for DGL, without effect. Tensors live until :meth:`delete`, the end of their
-            ``with`` block, or the end of the session.
+        persistent: Accepted for DGL, without effect. Tensors live until :meth:`delete`, or until their
+            ``with`` block or the session ends.
         is_gdata: Whether ``g.nodes[...].data`` shows the tensor.
-        attach: Whether the name may be that of an existing tensor.
-        graph: Graph of the tensor. The default is the graph that was opened last.
+        attach: Whether the name may belong to an existing tensor.
+        graph: Graph that the tensor belongs to. The default is the graph that was opened last.
 
     Raises:
         ConfigError: on all ranks, if ranks disagree, memory is short, the shape fits no type or several, or
-            the name belongs to a tensor of another shape or dtype, or to any tensor if ``attach`` is False.
+            the name belongs to a tensor with another shape or dtype, or to any tensor if ``attach`` is False.
     """
 
     def __init__(  # noqa: PLR0913 - DGL's signature
@@ -710,8 +707,7 @@ class TypedViews(Generic[K, V]):
         return TypedViews(get_view, self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError. Calling a DGLGraph's views returns all ids, which a distributed graph does not
-        list.
+        """Raise ConfigError, because DGL's views return all ids when called, and this graph cannot list them.
         """
         raise ConfigError(
             f"a distributed graph does not list its ids. Write {self._remedy}, or dx.node_split(mask) or "

@@ -95,7 +95,8 @@ class KVStore:
 
     Args:
         session: Session that the store serves. Its ``rpc`` must not serve another store with the same
-            ``label``. label: The store's unique name in the session, the same on all ranks.
+            ``label``.
+        label: The store's unique name in the session, the same on all ranks.
     """
 
     def __init__(self, session: Session, placement: Placement, label: str = "kv") -> None:
@@ -346,7 +347,8 @@ class KVStore:
         may be lost or mixed.
 
         Args:
-            ids: (K,) int64 ids in any order. rows: (K, *row) in the column's NumPy dtype.
+            ids: (K,) int64 ids in any order.
+            rows: (K, *row) in the column's NumPy dtype.
             wait: Whether to wait until every later pull on any rank sees the rows. Otherwise the push returns
                 at once, and ``rows`` may be reused. :meth:`fence` then waits and raises errors.
 
@@ -636,9 +638,7 @@ def _spread_replies(replies: Sequence[tuple[Pending, int, int]], plan: RemotePla
 
 
 def _check_out(out: Tensor, num_rows: int, column: Column) -> None:
-    """Raise ConfigError if ``out`` is not a contiguous CPU tensor that fits ``num_rows`` rows from
-    ``column``.
-    """
+    """Raise ConfigError if ``out`` is not a contiguous CPU tensor for ``num_rows`` rows from ``column``."""
     shape = (num_rows, *column.info.row_shape)
     dtype = torch_dtype(column.info.dtype)
     has_memory = out.device.type == "cpu" and out.is_contiguous()

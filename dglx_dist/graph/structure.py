@@ -207,8 +207,7 @@ def _copy_to_positions(
 
 @njit(cache=True, nogil=True)
 def _find_row_starts(nodes: Array, destinations: Array, indptr: Array) -> int:
-    """Write row starts to the (k + 1,) ``indptr``. The (e,) ``destinations`` must follow the order in
-    ``nodes``.
+    """Write the (k + 1,) row starts to ``indptr``, if the (e,) ``destinations`` have the order of ``nodes``.
 
     Return how many edges precede the first one that is out of order. This is e if all are in order.
     """
@@ -278,9 +277,9 @@ class Structure:
         remote row, and receives 8 bytes per row and 16 per edge.
 
         Args:
-            op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges. nodes: (K,) int64
-                global ids of existing destinations in any order. Ids may be repeated. Or (C, K) int64 values:
-                the ids first, and then C - 1 other values that each draw depends on.
+            op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges.
+            nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated. Or (C, K)
+                int64 values: the ids first, and then C - 1 other values that each draw depends on.
             parameters: Parameters for the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: Keys of the traffic ledger.
@@ -324,9 +323,7 @@ class Structure:
         return self._count_out_edges(nodes)[0]
 
     def submit_find_edges(self, edge_ids: Array) -> PendingAnswers:
-        """Request the ends of existing edges and return at once. The answers are [sources, destinations],
-        (K,) int64.
-        """
+        """Request [sources, destinations], (K,) int64 each, for existing edges, and return at once."""
         return lambda: list(self._find_edges(edge_ids))
 
     def _submit_remote(
