@@ -134,8 +134,7 @@ class Items(Generic[K]):
 
 
 def split_times(items: Mapping[K, Array]) -> tuple[dict[K, Array], dict[K, Array]]:
-    """Separate the ids and the times in a result from :meth:`Items.take`. Without times, the second is empty.
-    """
+    """Separate ids and times in a result from :meth:`Items.take`. Without times, the second is empty."""
     ids = {key: array if array.ndim == 1 else array[0] for key, array in items.items()}
     return ids, {key: array[1] for key, array in items.items() if array.ndim > 1}
 

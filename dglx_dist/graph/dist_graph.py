@@ -502,9 +502,7 @@ class DistGraph(Shared):
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. Reads every edge
-        once.
-        """
+        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. Reads all edges."""
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
@@ -527,7 +525,7 @@ class DistGraph(Shared):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Sample in-edges of ``seed_nodes``. Like DGL, return a graph with all nodes.
+        """Sample in-edges of ``seed_nodes``. Return a graph with all nodes and these edges, as DGL does.
 
         Args:
             seed_nodes: (K,) ids, or a dict from node type to ids.

@@ -372,7 +372,7 @@ class DistTensor(Shared):
         return f"DistTensor({self._name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Ids) -> Tensor:
-        """Read rows by global id, from any server. Return (K, *row), or one (*row) for a single integer.
+        """Read rows by global id, from any server. Return (K, *row), or (*row) for a single integer.
 
         The rows are on the index's device if that is an accelerator. Otherwise they are on :attr:`device`.
 
@@ -707,8 +707,7 @@ class TypedViews(Generic[K, V]):
         return TypedViews(get_view, self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError, because DGL's views return all ids when called, and this graph cannot list them.
-        """
+        """Raise ConfigError. In DGL this call returns all ids, which this graph does not list."""
         raise ConfigError(
             f"a distributed graph does not list its ids. Write {self._remedy}, or dx.node_split(mask) or "
             "dx.edge_split(mask) for this rank's share. Change the graph before dx.distribute."
