@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 Edges: TypeAlias = Mapping[EdgeType, Array]
-"""Map from edge type to the (B,) int64 edge ids of a batch."""
+"""Map from edge type to the (B,) int64 edge ids in a batch."""
 
 Exclude: TypeAlias = Callable[[Edges], Excluded]
-"""Function from the edges of a batch to the edges that its blocks must not contain."""
+"""Function from a batch's edges to the edges that its blocks must not contain."""
 
 FindReverse: TypeAlias = Callable[[Array], Array]
-"""Function from (K,) edge ids to the ids of their reverse edges, -1 for none."""
+"""Function from (K,) edge ids to the ids of the reverse edges, or -1 for none."""
 
 Reverse: TypeAlias = Mapping[EdgeType, Mapping[EdgeType, FindReverse | None]]
 """Map from edge type to {type of its reverse edges: function, or None if all ranks must compute it}."""
@@ -74,9 +74,9 @@ _NUM_CHECKED = 1024
 def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, reverse_etypes: Any) -> Reverse:
     """Check the exclusion options on one rank, for its ``edges``. Return how to find reverse edges.
 
-    The options are those of :class:`DistEdgeDataLoader`, without fixed ids. Raises ConfigError if the mode is
-    unknown, an option is missing, unused, or of the wrong length or dtype, or an edge is not the reverse of
-    another one.
+    The options are those of :class:`DistEdgeDataLoader`, without fixed ids. Raises ConfigError in these
+    cases: the mode is unknown, an option is missing, unused, too short or long or has a wrong dtype, or an
+    edge does not reverse the edge that it is given for.
     """
     if exclude is not None and not callable(exclude) and exclude not in MODES:
         raise ConfigError(f"exclude={exclude!r}. Choose None, {', '.join(map(repr, MODES))}, or a function.")
@@ -114,11 +114,14 @@ def _check_mode_option(exclude: Any, mode: str, name: str, value: Any, advice: s
 
 
 def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
-    """Return a thread-safe function from the edges of a batch to the edges that its blocks leave out.
+    """Return a thread-safe function from a batch's edges to the edges that its blocks leave out.
 
-    As in DGL, a batch leaves out its own edges and their reverse edges at every hop. ``exclude`` is the
-    option of the loader, and ``reverse`` the result of :func:`read_rule`. Every rank must call this if the
-    option is ``reverse_types``, because the ranks then compute the reverse edges together.
+    As in DGL, a batch leaves out its own edges and their reverse edges at every hop. With ``reverse_types``
+    the ranks compute the reverse edges together, so every rank must then call this.
+
+    Args:
+        exclude: The loader's option.
+        reverse: What :func:`read_rule` returned.
     """
     if exclude is None:
         return lambda _edges: NOTHING_EXCLUDED
@@ -135,9 +138,9 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType) -> DistTensor:
-    """Return the reverse edges of all edges of ``etype``. Every rank must call this.
+    """Find the reverse edge for every edge with type ``etype``. Every rank must call this.
 
-    Edges are matched by position in the source's edge list if the ends of those pairs agree. Otherwise they
+    Edges at the same position in the source's edge list belong together if their ends agree. Otherwise edges
     are matched by their ends, because parts that DGL has cut list the edges of the cut graph.
     """
     reverse_ids = reverse_edge_ids(g, etype, reverse_etype=reverse_etype, by="position")
@@ -154,7 +157,7 @@ def _match_reverse_edges(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType)
 def _check_reverse(
     g: DistGraph, etype: EdgeType, reverse_etype: EdgeType, find_reverse: FindReverse, ids: Array
 ) -> None:
-    """Raise ConfigError if the ends of an edge are not those of its reverse edge, swapped."""
+    """Raise ConfigError unless an edge and its reverse edge have the same ends, swapped."""
     reverse_ids = find_reverse(ids)
     has_reverse = reverse_ids != NO_REVERSE
     ids = ids[has_reverse]
@@ -177,7 +180,7 @@ def _check_reverse(
 def _exclude_with_reverse(
     edges: Edges, reverse: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]
 ) -> Excluded:
-    """Return the edges of a batch and their reverse edges, each (K,) ascending and distinct."""
+    """Return a batch's edges and their reverse edges, each (K,) ascending and distinct."""
     excluded = {etype: [ids] for etype, ids in edges.items()}
     for etype, finders in reverse.items():
         if not len(edges.get(etype, ())):
@@ -200,7 +203,7 @@ def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> 
 
 
 def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
-    """Return the option ``reverse_etypes`` with None for each function, because all ranks compute it."""
+    """Read the option ``reverse_etypes``. Each function is None, because all ranks compute it together."""
     if not isinstance(reverse_etypes, Mapping):
         raise ConfigError(f"reverse_etypes is {reverse_etypes!r}. Pass {{edge type: its reverse edge type}}.")
 
@@ -225,7 +228,7 @@ def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
 
 
 def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
-    """Return the option ``reverse_eids`` as functions. ConfigError for a wrong shape, dtype or id."""
+    """Read the option ``reverse_eids`` as functions. Raise ConfigError for a wrong shape, dtype or id."""
     if not isinstance(reverse_eids, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
@@ -247,7 +250,7 @@ def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
 
 
 def _open_reverse_ids(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType, values: Any) -> FindReverse:
-    """Return a function that looks edges up in ``values``, the ids of the reverse edges of ``etype``."""
+    """Return a function that looks edges up in ``values``, the reverse edge id for each edge of ``etype``."""
     if not isinstance(values, DistTensor | Tensor):
         values = np.asarray(values)
     num_edges = g.num_edges(etype)
@@ -270,40 +273,40 @@ def _open_reverse_ids(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType, va
 
 
 def _look_up(reverse: DistTensor) -> FindReverse:
-    """Return a function that reads the rows of ``reverse``, from other ranks if needed."""
+    """Return a function that looks edges up in ``reverse``, on other ranks if needed."""
     store = reverse.kvstore
     key = reverse.kvstore_key
     return lambda ids: store.pull(key, ids, phase="sampling").numpy().astype(np.int64, copy=False)
 
 
 EdgePairs = Mapping[EdgeType, Sequence[Array]]
-"""Map from each edge type of the graph to (sources, destinations), (P,) int64 global node ids each."""
+"""Map from each edge type in the graph to (sources, destinations), (P,) int64 global node ids each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedPairs:
     """The edges of a pair graph in one array, type by type, so that reading needs no call for each type.
 
-    The pair graphs of a loader have this record as ``merged_pairs``.
+    A loader's pair graphs have this record as ``merged_pairs``.
     """
 
     index: Any
-    """Structure of the pair graph, which DGL replaces when it moves a graph or changes its edges."""
+    """Structure object in the pair graph. DGL replaces it when it moves a graph or changes its edges."""
     etypes: tuple[EdgeType, ...]
-    """The R edge types of the pair graph."""
+    """The R edge types in the pair graph."""
     sizes: tuple[int, ...]
-    """(R,) number of edges of each type. Their sum is E."""
+    """(R,) edge count for each type. They add up to E."""
     ends: Tensor
-    """(2, E) int64 sources and destinations: rows of the nodes of all types, type by type."""
+    """(2, E) int64 sources and destinations: row numbers over all nodes, type by type."""
     relation: Tensor
-    """(E,) int64 index of the type in ``etypes``."""
+    """(E,) int64 type for each edge, as an index in ``etypes``."""
 
     def move(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
         return replace(self, index=get_structure(graph), ends=copy(self.ends), relation=copy(self.relation))
 
 
 def merge_pairs(pair_graph: Any) -> MergedPairs:
-    """Return the merged edges of any graph. Pair graphs of a loader already hold them."""
+    """Return the merged edges of any graph. A loader's pair graphs already hold them."""
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
     if merged is not None and merged.index is get_structure(pair_graph):
         return merged
@@ -332,19 +335,21 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
 
 
 def gather_pair_rows(pair_graph: Any, h: Any) -> Any:
-    """Return the rows of the nodes of ``pair_graph``, in their order.
-
-    Args:
-        pair_graph: A pair graph of a loader. Both pair graphs of a batch have the same nodes, so call this
-            once per batch.
-        h: Rows that the last layer of an encoder returned for ``blocks[-1]``. With several node types, a
-            dictionary by type.
+    """Return one row per node in ``pair_graph``, in node order.
 
     Strategies with mini-batches return ``h`` itself and send nothing. Under full_graph, shared_preload and
-    cooperative, ranks exchange the rows, so every rank must call this, with the (own rows, d) result of the
-    last layer and rows of the same types. Gradients are returned to the ranks that computed the rows.
+    cooperative, ranks exchange the rows. Then every rank must call this with the (own rows, d) rows that its
+    last layer returned, and with the same node types. Gradients are returned to the ranks that computed the
+    rows.
 
-    Raises ConfigError if ``pair_graph`` is no pair graph, or ``h`` has another number of rows.
+    Args:
+        pair_graph: A pair graph from a loader. Both pair graphs in a batch have the same nodes, so call this
+            once per batch.
+        h: Rows that an encoder's last layer returned for ``blocks[-1]``. With several node types, a
+            dictionary by type.
+
+    Raises:
+        ConfigError: ``pair_graph`` is no pair graph, or ``h`` has another number of rows.
     """
     if not isinstance(pair_graph, dgl.DGLGraph) or pair_graph.is_block:
         raise ConfigError(
@@ -367,11 +372,11 @@ def gather_pair_rows(pair_graph: Any, h: Any) -> Any:
 
 
 _TYPE_SHIFT = 44
-"""Number of bits of a node id. The bits above hold the type of the node."""
+"""Number of bits for a node id in a key. The bits above hold the node's type."""
 
 
 PairTimes: TypeAlias = Sequence[Mapping[EdgeType, Array]]
-"""(P,) time keys for the positive pairs by edge type, and for the negative pairs if there are any."""
+"""(P,) time keys by edge type: one mapping for the positive pairs, and one for the negative pairs if any."""
 
 
 def build_pairs(
@@ -381,13 +386,13 @@ def build_pairs(
     negative: EdgePairs | None,
     times: PairTimes = (),
 ) -> tuple[Mapping[str, Array], Mapping[str, Array], list[dgl.DGLGraph]]:
-    """Build pair graphs over the nodes that occur in the pairs, with all types of the graph.
+    """Build pair graphs over the nodes that occur in the pairs. They have all types in the graph.
 
     Args:
-        ids: (B,) int64 ids of the positive edges of every type.
+        ids: (B,) int64 ids of the positive edges, for every type.
         positive: Ends of the positive edges.
         negative: Ends of the negative pairs, if there is a negative sampler.
-        times: Times of the pairs. With times, a node occurs once for each of the times of its pairs.
+        times: Times of the pairs. With times, a node occurs once for each distinct time in its pairs.
 
     Returns:
         (seeds, seed times, graphs). ``seeds`` maps a node type to the (n,) int64 ascending distinct ids in
@@ -395,13 +400,13 @@ def build_pairs(
         there are negatives, the negative pair graph.
     """
     pair_sets = [positive] if negative is None else [positive, negative]
-    # Use the order of types in dgl.heterograph.
+    # dgl.heterograph sorts types, so this does, too.
     ntypes = sorted(ntypes)
     etypes = sorted(positive)
     type_bits = {ntype: np.int64(index) << _TYPE_SHIFT for index, ntype in enumerate(ntypes)}
 
-    # The keys of all sources of the positive pairs come first, then their destinations, then both ends of
-    # the negative pairs.
+    # Keys are collected in this order: sources and then destinations of the positive pairs, sources and then
+    # destinations of the negative pairs.
     key_arrays = []
     set_sizes = []
     for pairs in pair_sets:
@@ -410,7 +415,7 @@ def build_pairs(
         key_arrays += source_keys + destination_keys
         set_sizes.append(sum(map(len, source_keys)))
 
-    # Number all nodes of all pairs at once, by type and then by id.
+    # Number the nodes in all pairs at once, by type and then by id.
     distinct_keys, rows = np.unique(np.concatenate(key_arrays), return_inverse=True)
     rows = rows.reshape(-1)
     distinct_times: Array | None = None
@@ -418,7 +423,7 @@ def build_pairs(
         time_arrays = []
         for times_by_type in times:
             pair_times = np.concatenate([times_by_type[etype] for etype in etypes])
-            # Both ends of a pair have its time.
+            # A pair's time applies to both its ends.
             time_arrays += [pair_times, pair_times]
         distinct_keys, distinct_times, rows = _split_by_time(distinct_keys, rows, np.concatenate(time_arrays))
 
@@ -444,12 +449,12 @@ def build_pairs(
 
 
 def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Array, Array]:
-    """Return the distinct pairs of node and time as two arrays, and the (K,) index of each row among them.
+    """Give each distinct (node, time) its own row. Return the nodes, the times, and the (K,) new row numbers.
 
-    ``rows`` are (K,) indices of ``nodes``, and ``times`` the (K,) times of the rows.
+    ``rows`` are (K,) indices in ``nodes``, and ``times`` are their (K,) times.
     """
     moments, moment_of_row = np.unique(times, return_inverse=True)
-    # A key is a pair of node and moment as one number.
+    # A key combines a node and a moment in one number.
     row_keys = rows * len(moments) + moment_of_row.reshape(-1)
     keys, index = np.unique(row_keys, return_inverse=True)
     node_of_key, moment_of_key = np.divmod(keys, max(len(moments), 1))
@@ -459,17 +464,17 @@ def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Arra
 def _build_pair_graph(
     ntypes: Sequence[str], etypes: Sequence[EdgeType], starts: Array, pairs: EdgePairs, ends: Array
 ) -> dgl.DGLGraph:
-    """Build the graph of all pairs, and attach their ends to it in merged form (``merged_pairs``).
+    """Build the graph that holds all pairs, and attach their ends to it in merged form (``merged_pairs``).
 
-    The graph is that of dgl.heterograph. The checks of dgl.heterograph are left out, because they would take
-    most of a step if there are many edge types.
+    The result equals that of dgl.heterograph. This function skips the checks in dgl.heterograph, because they
+    would take most of a step if there are many edge types.
 
     Args:
-        ntypes: All T node types, in the order of dgl.heterograph.
-        etypes: All R edge types, in the order of dgl.heterograph.
+        ntypes: All T node types, as dgl.heterograph orders them.
+        etypes: All R edge types, as dgl.heterograph orders them.
         starts: (T + 1,) int64. Type t has the rows ``starts[t]`` to ``starts[t + 1] - 1``.
-        pairs: Ends of the P pairs by edge type. Only their numbers are used.
-        ends: (2, P) int64 source rows and destination rows, in the order of ``etypes``.
+        pairs: The P pairs by edge type. Only their counts are used.
+        ends: (2, P) int64 source rows and destination rows, ordered as ``etypes``.
     """
     num_pairs = [len(pairs[etype][0]) for etype in etypes]
     merged_ends = torch.from_numpy(ends)
@@ -483,7 +488,7 @@ def _build_pair_graph(
     for source, destination, size in zip(source_types, destination_types, num_pairs, strict=True):
         source_rows, destination_rows = merged_ends[:, first_pair : first_pair + size]
         first_pair += size
-        # Each type numbers its nodes from 0. Nodes of the first type have these numbers already.
+        # Each type numbers its nodes from 0. The first type has these numbers already.
         if starts[source]:
             source_rows = source_rows - int(starts[source])
         if starts[destination]:
@@ -512,14 +517,15 @@ def _build_pair_graph(
 
 @dataclass(kw_only=True, eq=False)
 class EdgeBatch(MiniBatch):
-    """One batch of an edge loader: pair graphs, and the blocks around their nodes."""
+    """One batch on its way through an edge loader: pair graphs, and the blocks around their nodes."""
 
     edges: Edges
     pairs: list[dgl.DGLGraph]
-    """The positive pair graph over the destinations of the last block, in their order. With a negative
-    sampler, the negative pair graph over the same nodes follows."""
+    """The positive pair graph. Its nodes are the last block's destinations, in order. With a negative
+    sampler, the negative pair graph over the same nodes follows.
+    """
     pulls: Sequence[tuple[EdgeType, str, PendingPull]] = ()
-    """Requested columns of the edges: type, name in the frame, and the pending pull."""
+    """Requested edge columns: type, name in the frame, and the pending pull."""
 
     def move(self, device: torch.device, copy: Copy) -> None:
         for index, graph in enumerate(self.pairs):
@@ -531,7 +537,7 @@ class EdgeBatch(MiniBatch):
 @final
 @dataclass(kw_only=True, eq=False)
 class EdgeMaker(Maker[EdgeType, EdgeBatch]):
-    """The stages of batches of edges. ``blocks`` has the stages of their blocks."""
+    """Stages for batches that consist of edges. ``blocks`` has the stages for the blocks around them."""
 
     g: DistGraph
     blocks: NodeMaker
@@ -539,9 +545,9 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     exclude: Exclude
     negative: DrawAll | None
     columns: Mapping[EdgeType, Mapping[str, str]]
-    """Columns of the positive pair graph: edge type to name in the frame to name in the store."""
+    """Columns for the positive pair graph: edge type to name in the frame to name in the store."""
     user_function: str = ""
-    """Option that the user set to a function. Its draws may not be repeatable. "" if there is none."""
+    """Name of an option that the user set to a function. Its draws may not be repeatable. Empty if none."""
     signature: str = ""
     """String that is equal on ranks that draw the same pairs."""
 
@@ -572,7 +578,7 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         excluded = self.exclude(edges)
         pairs_s = time.perf_counter() - begin
         self.blocks.sample_blocks(batch, epoch, excluded, step=step)
-        # ``sample_blocks`` sets the time of the blocks alone.
+        # ``sample_blocks`` sets the time for the blocks alone.
         batch.sample_s += pairs_s
         return batch
 
@@ -606,7 +612,7 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     def _draw_pairs(
         self, edges: Mapping[EdgeType, Array], times: Mapping[EdgeType, Array], epoch: int
     ) -> tuple[Mapping[str, Array], Mapping[str, Array], list[dgl.DGLGraph]]:
-        """Return the result of :func:`build_pairs` for a batch, with negatives if there is a sampler."""
+        """Build a batch's pair graphs, with negatives if there is a sampler, by :func:`build_pairs`."""
         # Send all requests before waiting for the first answer.
         pending_ends = {etype: self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()}
         ends = {etype: pending() for etype, pending in pending_ends.items()}
@@ -643,9 +649,10 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
 
 
 def _repeat_times(etype: EdgeType, times: Array, negatives: Pairs) -> Array:
-    """Return the times of negative pairs. Each has the time of its edge in the (B,) ``times`` of positives.
+    """Return a time for each negative pair. It is the time of the pair's positive edge.
 
-    Raises ConfigError if the edges do not have equally many negatives.
+    ``times`` are (B,), one per positive edge. Raises ConfigError if some edges have more negatives than
+    others.
     """
     num_negatives = len(negatives[0])
     num_per_edge, remainder = divmod(num_negatives, max(len(times), 1))
@@ -666,41 +673,42 @@ EdgesBatch: TypeAlias = (
 
 @final
 class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
-    """Iterates over batches of edges, like DGL's loader of the same name.
+    """Iterates over batches of edges, like DGL's loader with the same name.
 
     Yields ``(input_nodes, pair_graph, blocks)``, or with negatives ``(input_nodes, pair_graph,
     negative_pair_graph, blocks)``. The pair graphs have all types, and their nodes are the destinations of
-    ``blocks[-1]`` in the same order. ``pair_graph.edata[dgl.EID]`` holds the edges of the batch.
+    ``blocks[-1]`` in the same order. ``pair_graph.edata[dgl.EID]`` holds the batch's edges.
 
     The constructor is collective, and iteration is not. All ranks have the same number of steps. A rank that
     has run out of edges gets pair graphs without edges. A step's share counts positive edges. A mean over
     positive and negative pairs is therefore weighted correctly if each edge has the same number of negatives.
-    ``InBatch`` gives fewer in a batch of at most k edges. Draws do not depend on the number of ranks, except
-    those of ``InBatch``.
+    ``InBatch`` gives fewer if a batch has at most k edges. Only the draws by ``InBatch`` depend on the number
+    of ranks.
 
     Args:
-        eids: Edges of this rank: (K,) ids, a mask over all edges, or {edge type: either}. K may be 0. Use ids
-            of ``g``, as :func:`edge_split` returns them.
-        sampler: A node sampler of ``dgl.dataloading`` for the blocks around the ends of the edges, or
-            ``dgl.dataloading.as_edge_prediction_sampler(...)``, which then holds the following options.
-        exclude: Edges that no block of a batch contains. ``self``: the edges of the batch. ``reverse_id``:
-            also their reverse edges by ``reverse_eids``. ``reverse_types``: also the edges at the same
-            position of the source's list of the type in ``reverse_etypes``. A function is called with the ids
-            of the batch and returns ids. Fixed ids are excluded from every batch. Edges are excluded before
-            drawing, so destinations keep their fan-out.
-        reverse_eids: (E,) id of the reverse of each edge, in ids of ``g``, or -1 for none, as
-            :func:`reverse_edge_ids` returns it. Or a dict of them by edge type, or a dict of dicts by the
-            type of the edge and the type of its reverse.
-        reverse_etypes: Edge type to the type of its reverse edges. Of types that are left out, only the edges
-            of the batch are excluded.
-        negative_sampler: A sampler of ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or a
-            function of (g, ids of the batch) to (sources, destinations), which the loader's threads call.
-        options: Options of :class:`DataLoader`. ``batch_size`` counts the edges of all types together.
+        eids: This rank's edges: (K,) ids, a mask over all edges, or {edge type: either}. K may be 0. The ids
+            must be those in ``g``, as :func:`edge_split` returns them.
+        sampler: A node sampler from ``dgl.dataloading``, which samples the blocks around the edges. Or the
+            result of ``dgl.dataloading.as_edge_prediction_sampler(...)``, which then holds the following
+            options.
+        exclude: Edges that a batch's blocks must not contain. ``self``: the batch's own edges.
+            ``reverse_id``: also their reverse edges by ``reverse_eids``. ``reverse_types``: also the reverse
+            edges with the type that ``reverse_etypes`` gives. They are at the same positions in the source's
+            edge lists. A function gets the batch's ids and returns ids. Fixed ids are excluded from every
+            batch. Edges are excluded before drawing, so destinations keep their fan-out.
+        reverse_eids: (E,) reverse edge id in ``g`` for each edge, or -1 for none, as :func:`reverse_edge_ids`
+            returns it. Or a dict by edge type, or nested dicts by the edge's type and its reverse edge's
+            type.
+        reverse_etypes: Edge type to the type of its reverse edges. If a type is left out, only the batch's
+            own edges of this type are excluded.
+        negative_sampler: A sampler from ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or
+            a function from (g, the batch's ids) to (sources, destinations). The loader's threads call it.
+        options: The same options as for :class:`DataLoader`. ``batch_size`` counts edges over all types.
 
     Raises:
-        ConfigError: on all ranks, if one rank has an unknown type, a repeated edge, wrong reverse edges or a
-            mode of ``exclude`` without its options, or if ranks differ in ``batch_size`` or ``drop_last``.
-        IndexError: an id is no edge. The other ranks raise ConfigError.
+        ConfigError: on all ranks, if one rank has an unknown type, a repeated edge, wrong reverse edges or an
+            ``exclude`` mode without its options, or if ranks differ in ``batch_size`` or ``drop_last``.
+        IndexError: an id is not an edge. The other ranks raise ConfigError.
         PeerError: a rank did not take part.
     """
 
@@ -731,7 +739,7 @@ def read_edge_options(
     negative_sampler: Any = None,
     **options: Any,
 ) -> EdgeOptions:
-    """Check the arguments of :class:`DistEdgeDataLoader`. Every rank must call this. For errors see there."""
+    """Check the arguments of :class:`DistEdgeDataLoader`, and raise as it does. Every rank must call this."""
     rule = {name: options.pop(name, None) for name in ("exclude", "reverse_eids", "reverse_etypes")}
     return run_on_all_ranks(
         g.session, lambda: _read_options(g, eids, sampler, rule, negative_sampler, options), ConfigError
@@ -739,7 +747,7 @@ def read_edge_options(
 
 
 def open_edge_maker(g: DistGraph, checked: EdgeOptions, blocks: NodeMaker) -> EdgeMaker:
-    """Return the maker of batches of edges with ``blocks`` around them. Every rank must call this."""
+    """Return a maker for edge batches. ``blocks`` makes the blocks around them. Every rank must call this."""
     signature = "a function" if callable(checked.exclude) else repr(checked.exclude)
     if checked.exclude == "reverse_types":
         types = {etype: [*finders] for etype, finders in checked.reverse.items()}
@@ -763,7 +771,7 @@ def open_edge_maker(g: DistGraph, checked: EdgeOptions, blocks: NodeMaker) -> Ed
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeOptions:
-    """The checked options of an edge loader. The node sampler is taken out of DGL's wrapper."""
+    """An edge loader's options, checked. The node sampler is taken out of DGL's wrapper."""
 
     sampler: Any
     exclude: Any
@@ -783,7 +791,7 @@ def _read_options(
     negative: Any,
     options: Mapping[str, Any],
 ) -> EdgeOptions:
-    """Check the arguments on this rank. ``rule`` has the options of :func:`read_rule` by name."""
+    """Check the arguments on this rank. ``rule`` has the options for :func:`read_rule` by name."""
     labels: Any = ()
     if isinstance(sampler, EdgePredictionSampler):
         _check_wrapper(sampler, (*rule.values(), negative))
@@ -794,7 +802,7 @@ def _read_options(
 
     sampler_spec = read_sampler(sampler)
     loader_options = read_loader_options(options)
-    # Fixed ids are excluded from every batch, as by the option of node loaders.
+    # Fixed ids are excluded from every batch, as node loaders do.
     exclude = rule["exclude"]
     if exclude is not None and not isinstance(exclude, str) and not callable(exclude):
         loader_options = replace(loader_options, exclude=exclude)
@@ -826,7 +834,7 @@ def _check_wrapper(sampler: EdgePredictionSampler, loader_options: Sequence[Any]
 
 
 def _find_user_function(checked: EdgeOptions) -> str:
-    """Return the option that the user set to a function, as a text. Empty if there is none."""
+    """Return the name of an option that the user set to a function. Empty if there is none."""
     if callable(checked.exclude):
         return f"exclude={checked.exclude!r}"
     if checked.negative is not None and not isinstance(checked.negative, NegativeSampler):
@@ -835,7 +843,7 @@ def _find_user_function(checked: EdgeOptions) -> str:
 
 
 def _find_negative_etypes(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
-    # A single type always counts, because a rank without edges may draw batches of other ranks.
+    # A single type always counts, because a rank without edges may draw batches for other ranks.
     if len(g.canonical_etypes) == 1:
         return list(g.canonical_etypes)
     return _list_nonempty_types(items.ids)

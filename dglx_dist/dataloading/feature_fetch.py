@@ -32,13 +32,13 @@ from dglx_dist.records import Array, ColumnInfo, EdgeType
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-# Phases of the byte ledger.
+# Phases in the byte ledger.
 EDGE_PHASE = "edge_features"
 LABEL_PHASE = "labels"
 FEATURE_PHASE = "features"
 
 EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
-"""Map from edge type to the (E,) ids of the edges of a block."""
+"""Map from edge type to the (E,) edge ids in a block."""
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 
 @final
 class RowMemory:
-    """Buffers for the rows of columns. Converts rows to the floating-point ``dtype`` of batches.
+    """Buffers that hold column rows for batches. Also converts rows to the batches' floating-point ``dtype``.
 
-    Page faults of a new array cost as much as filling the array, so arrays are reused. An array is idle when
-    no view of it exists, including tensors, so batches need not return it. At most ``num_batches`` arrays are
-    kept per column. Thread-safe.
+    Page faults for a new array cost as much as filling the array, so arrays are reused. An array is idle when
+    no view or tensor of it exists, so batches need not return it. At most ``num_batches`` arrays are kept per
+    column. Thread-safe.
 
     Half precision saves disk, memory and network traffic, but few models compute in it. If ``dtype`` is None,
     float16 and bfloat16 become float32, and other dtypes stay. Integers and booleans are never converted. If
@@ -71,13 +71,13 @@ class RowMemory:
         self.device = device
         self._arrays: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
-        # Measure the number of references, because interpreters differ in the references that a loop holds.
+        # Measure how many references an idle array has, because interpreters hold different ones in a loop.
         self._idle_references = _count_references([np.empty(0)])[0]
 
     def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
         """Return an uninitialised (``count``, *row) tensor for column ``key``. ``count`` may be 0.
 
-        The tensor is a view of the longest idle array, or of an array that replaces it.
+        The tensor is a view of the array that has been idle longest, or of an array that replaces it.
         """
         width = math.prod(info.row_shape)
         if count == 0 or width == 0:
@@ -107,12 +107,12 @@ class RowMemory:
         """Return an uninitialised array, in page-locked memory if batches go to a GPU."""
         if self.device.type != "cuda":
             return np.empty(shape, numpy_dtype(info.dtype))
-        # Keep the array that torch returns, because only that one counts as the base of the views.
+        # Keep the array that torch returns, because only that one counts as the views' base.
         dtype = torch.int16 if info.dtype == "bfloat16" else torch_dtype(info.dtype)
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()).numpy()
 
     def convert(self, rows: Tensor) -> Tensor:
-        """Return (K, *row) ``rows`` in the dtype of batches, without a copy if they have it already."""
+        """Return (K, *row) ``rows`` in the batches' dtype, without a copy if they have it already."""
         dtype = rows.dtype
         if dtype in FLOATS and self._dtype is not None:
             dtype = self._dtype
@@ -120,13 +120,13 @@ class RowMemory:
             dtype = torch.float32
         if dtype == rows.dtype:
             return rows
-        # All converted rows share the buffers of the key "".
+        # All converted rows share the buffers with the key "".
         buffer = self.rows("", len(rows), make_column_info(dtype, tuple(rows.shape[1:])))
         return buffer.copy_(rows)
 
 
 def _count_references(arrays: Sequence[Array]) -> list[int]:
-    """Return the number of references to each array, including those of the loop in this function."""
+    """Count the references to each array, including those that the loop in this function holds."""
     # A comprehension would hold other references than this loop.
     counts = []
     for array in arrays:
@@ -135,7 +135,7 @@ def _count_references(arrays: Sequence[Array]) -> list[int]:
 
 
 def check_float(dtype: object) -> torch.dtype | None:
-    """Return ``dtype``. Raise ConfigError if it is neither None nor a floating-point dtype of columns."""
+    """Return ``dtype``. Raise ConfigError unless it is None or a floating-point dtype."""
     if dtype is None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
@@ -157,20 +157,20 @@ class Columns:
     """The columns to attach, as {type: {name in the frame: name in the store}}."""
 
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Columns for the sources of the first block, by node type."""
+    """Columns for the first block's sources, by node type."""
     targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Columns for the destinations of the last block, by node type."""
+    """Columns for the last block's destinations, by node type."""
     edges: Mapping[EdgeType, Mapping[str, str]] = field(default_factory=dict)
-    """Columns for the edges of every block, by edge type."""
+    """Columns for the edges in every block, by edge type."""
     memory: RowMemory = field(default_factory=RowMemory)
-    """Buffers for the rows of inputs, and for converted rows of inputs and edges."""
+    """Buffers for input rows, and for converted input and edge rows."""
 
     def group_inputs(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the input nodes by column of the store, for ``inputs`` by node type."""
+        """Return the input nodes by column in the store, for ``inputs`` by node type."""
         return {key: inputs.get(ntype, NO_ROWS) for ntype, _name, key in _iterate_columns(self.inputs)}
 
     def claim(self, store: KVStore) -> ClaimedRows:
-        """Reserve the look-ahead rows of the input columns that no other loader has reserved. Return them."""
+        """Reserve and return the input columns' look-ahead rows, except for those that another loader has."""
         claimed_rows = {}
         for key in self.group_inputs({}):
             ahead = store.column(key).ahead
@@ -184,9 +184,9 @@ class Columns:
 
 
 WINDOW_BYTES = 256 << 20
-"""Maximum size in bytes of sampled batches that wait to be requested."""
+"""Maximum total bytes in sampled batches that wait to be requested."""
 MAX_REQUESTED = 4
-"""Maximum number of batches ahead of the delivered one with requested rows."""
+"""Maximum number of batches whose rows are requested ahead of the delivered batch."""
 
 
 class Sampled(Protocol):
@@ -206,14 +206,14 @@ S = TypeVar("S", bound=Sampled)
 def look_ahead(
     samples: Iterator[S], claimed_rows: ClaimedRows, fetch: Callable[[S], None]
 ) -> Generator[S, None, None]:
-    """Yield the batches of ``samples`` in order, and ``fetch`` rows of later batches ahead.
+    """Yield the batches from ``samples`` in order, and ``fetch`` rows for later batches ahead.
 
     Samples as many batches ahead as are needed to decide which rows to keep, up to :data:`WINDOW_BYTES`.
     Requests one batch ahead, and up to :data:`MAX_REQUESTED` if their rows take less than two messages. The
-    consumer must wait for the rows of a batch before it asks for the next batch. If a sample fails, its error
-    is raised after the previous batches were yielded.
+    consumer must wait for a batch's rows before it asks for the next batch. If a sample fails, its error is
+    raised after the previous batches were yielded.
     """
-    # Batches that are sampled but not requested, and their size.
+    # Batches that are sampled but not requested, and their total size.
     window: deque[S] = deque()
     num_bytes = 0
     failure: Exception | None = None
@@ -271,21 +271,21 @@ def submit_columns(
     distinct: bool = True,
     claimed_rows: ClaimedRows = NO_CLAIMED_ROWS,
 ) -> Callable[[Sequence[DGLBlock]], None]:
-    """Send the requests for all rows of a batch without waiting.
+    """Send the requests for all rows in a batch without waiting.
 
     Args:
-        inputs: (n,) int64 sources of the first block, by node type. Types may be missing.
-        targets: (B,) int64 destinations of the last block, by node type.
-        blocks: Edges of each block, with layer 1 first. May be empty if no edge columns are fetched.
-        distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
-        claimed_rows: Reserved look-ahead rows of the inputs, which have been announced.
+        inputs: (n,) int64 sources in the first block, by node type. Types may be missing.
+        targets: (B,) int64 destinations in the last block, by node type.
+        blocks: Edges by block, with layer 1 first. May be empty if no edge columns are fetched.
+        distinct: Whether no input node and no target is repeated, as in all batches from compiled kernels.
+        claimed_rows: Reserved look-ahead rows for the inputs, which have been announced.
 
     Returns:
         Function that waits for the rows and sets the columns on the blocks, with layer 1 first. It raises
-        PeerError if an owner of rows is dead or silent.
+        PeerError if a row's owner is dead or silent.
     """
-    # Each entry is the index of the block, the name of the frames, the type, the name of the column, and the
-    # pull of its rows.
+    # Each entry has the block's index, the frames' name, the type, the column's name, and the pull for its
+    # rows.
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
     unused_rows = dict(claimed_rows)
     for ntype, name, key in _iterate_columns(columns.inputs):
@@ -320,7 +320,7 @@ def submit_columns(
 
 
 def _iterate_columns(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:
-    """Yield the type, the name in the frame and the name in the store of each column."""
+    """Yield each column's type, name in the frame, and name in the store."""
     for type_name, names in columns.items():
         for name, key in names.items():
             yield type_name, name, key
@@ -328,7 +328,7 @@ def _iterate_columns(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K
 
 @final
 class OnDemandColumns(dict[str, Any]):
-    """The columns of a frame of a block. A missing column of the graph is fetched on first access.
+    """Columns in a block's frame. If a column is missing, the first access fetches it from the graph.
 
     DGL's loader does the same. It is slower than prefetching, because training waits.
     """
@@ -344,10 +344,10 @@ class OnDemandColumns(dict[str, Any]):
         self._warned_columns = warned
 
     def __missing__(self, name: str) -> Any:
-        """Fetch a column of the distributed graph that was not prefetched, and keep it.
+        """Fetch a column from the distributed graph that was not prefetched, and keep it.
 
-        The first such read of each column warns the user, because training waits for it. Raises KeyError if
-        the graph has no such column or the ids of the rows are unknown.
+        The first such read per column warns the user, because training waits for it. Raises KeyError if the
+        graph has no such column or the rows' ids are unknown.
         """
         type_name = self._type_name
         if isinstance(type_name, str):
@@ -357,7 +357,7 @@ class OnDemandColumns(dict[str, Any]):
             columns = self._g.edges[type_name].data
             option = "prefetch_edge_feats"
 
-        # The message of a wrapped model contains the remedy for this error.
+        # A wrapped model's message contains the remedy for this error.
         if name not in columns or self._ids is None:
             raise KeyError(name)
         if name not in self._warned_columns:
@@ -377,11 +377,11 @@ class OnDemandColumns(dict[str, Any]):
 
 
 _ID = dgl.NID
-"""Name of the ids in frames, which is the same for nodes and edges."""
+"""Name for the ids in frames. It is the same for nodes and edges."""
 
 
 def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) -> None:
-    """Let the frames of ``blocks`` fetch missing columns. ``warned`` holds the columns with a warning."""
+    """Let the blocks' frames fetch missing columns. ``warned`` collects columns that caused a warning."""
     for block in blocks:
         note_edge_order(block, g.orig_edge_ids)
         for kind, frame in frames_by_type(block):

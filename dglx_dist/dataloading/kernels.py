@@ -1,7 +1,6 @@
 """Compiled sampling kernels: all hops of a mini-batch in one call.
 
-Each hop draws, for every edge type, in-edges of the nodes of its destination type that earlier hops have
-reached.
+Each hop goes through the edge types. It draws in-edges for the destinations that earlier hops have reached.
 """
 
 from collections.abc import Sequence
@@ -24,13 +23,13 @@ class NodeTable(NamedTuple):
     keys: Array
     """Direct: length 0. Hashed: (C,) int64, the node in each slot."""
     base: int
-    """Smallest entry of the current batch. Smaller entries belong to earlier batches."""
+    """Smallest entry in the current batch. Smaller entries belong to earlier batches."""
 
 
 @njit(cache=True, nogil=True)
 def find_slot(table: NodeTable, node: int) -> np.uint64:
     """Return the slot of ``node`` in a hashed table, or the free slot where it belongs."""
-    # The product is meant to overflow: its upper bits depend on all bits of the node.
+    # The product is meant to overflow: its upper bits depend on all the node's bits.
     slot_mask = np.uint64(len(table.keys) - 1)
     hashed = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
     slot = (hashed >> np.uint64(20)) & slot_mask
@@ -52,7 +51,7 @@ def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, n
         is_new = entry < base
         value = np.uint32(base + np.uint32(end)) if is_new else entry
 
-        # Unconditional stores cost less than an unpredictable branch. The entry of ``nodes`` at the end is
+        # Unconditional stores cost less than an unpredictable branch. The last entry in ``nodes`` is
         # overwritten later if the node is not new.
         slots[node] = value
         nodes[end] = node
@@ -79,21 +78,21 @@ def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, n
 
 @njit(cache=True, nogil=True)
 def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> int:
-    """Write the number within the batch of each of ``sources`` to ``numbers``.
+    """Look up each source's number within the batch, and write it to ``numbers``.
 
-    A node that the batch does not have yet gets the next number, and is appended to ``nodes``.
+    A node that is new to the batch gets the next number and is appended to ``nodes``.
 
     Args:
-        table: Numbers of the nodes of the batch, which are updated. A hashed table must have at least twice
-            as many slots as the batch has nodes afterwards, see :func:`grow_table`.
+        table: Numbers of the batch's nodes, which are updated. A hashed table must have at least twice as
+            many slots as the batch has nodes afterwards, see :func:`grow_table`.
         sources: (K,) global ids, which may be repeated.
         nodes: Global ids by number. The first ``count`` are set. The length is at least ``count`` + K + 1,
             because an id is written before it is known to be new.
-        count: Number of nodes of the batch before the call.
+        count: How many nodes the batch had before the call.
         numbers: (K,) output.
 
     Returns:
-        Number of nodes of the batch after the call.
+        How many nodes the batch has after the call.
     """
     if len(table.keys) == 0:
         return int(_number_direct(table, sources, nodes, count, numbers))
@@ -102,7 +101,7 @@ def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, num
 
 @njit(cache=True, nogil=True)
 def make_larger_table(table: NodeTable, slots: int) -> NodeTable:
-    """Return an empty hashed table with at least ``slots`` slots and the base of ``table``."""
+    """Return an empty hashed table with at least ``slots`` slots and the same base as ``table``."""
     capacity = np.int64(len(table.keys))
     while capacity < slots:
         capacity *= 2
@@ -110,19 +109,19 @@ def make_larger_table(table: NodeTable, slots: int) -> NodeTable:
 
 
 _CHUNK = 2048
-"""Number of edges whose sources are read and numbered at a time."""
+"""Number of edges to read and number at a time."""
 
 
 @njit(cache=True, nogil=True)
 def copy_to(out: Array, values: Array) -> None:
-    """Copy ``values`` to the start of ``out``. A slice assignment would take 2 s longer to compile."""
+    """Copy ``values`` to the front of ``out``. A slice assignment would take 2 s longer to compile."""
     for i in range(len(values)):
         out[i] = values[i]
 
 
 @njit(cache=True, nogil=True)
 def grow_array(array: Array, num_used: int, length: int) -> Array:
-    """Return a new array of ``length`` entries that begins with the first ``num_used`` ones of ``array``."""
+    """Return a new array with ``length`` entries. The first ``num_used`` entries come from ``array``."""
     out = np.empty(length, array.dtype)
     copy_to(out, array[:num_used])
     return out
@@ -130,16 +129,16 @@ def grow_array(array: Array, num_used: int, length: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """The node and edge types of a graph. The number of a type is its index in ``ntypes`` or ``etypes``."""
+    """Node and edge types in a graph. A type's number is its index in ``ntypes`` or ``etypes``."""
 
     ntypes: tuple[str, ...]
     num_nodes: tuple[int, ...]
-    """(T,) number of nodes of each type."""
+    """(T,) node count by type."""
     etypes: tuple[EdgeType, ...]
 
     @property
     def offsets(self) -> Array:
-        """(T + 1,) int64 offsets. Node i of type t has the unique key ``offsets[t] + i``."""
+        """(T + 1,) int64 offsets. Node i with type t has the unique key ``offsets[t] + i``."""
         return np.cumsum([0, *self.num_nodes])
 
     @property
@@ -152,32 +151,32 @@ class Schema:
 
 
 class Relations(NamedTuple):
-    """In-edges of R edge types over T node types. The arrays behind its addresses must outlive it."""
+    """In-edges for R edge types over T node types. The arrays behind its addresses must outlive it."""
 
     offsets: Array
-    """(T + 1,) int64 first key of each node type."""
+    """(T + 1,) int64 first key for each node type."""
     source_types: Array
-    """(R,) int64 index of each source type."""
+    """(R,) int64 source type of each edge type, as an index."""
     destination_types: Array
-    """(R,) int64 index of each destination type."""
+    """(R,) int64 destination type of each edge type, as an index."""
     indptr: Array
-    """(R,) int64 addresses of arrays with shape (N + 1,) and dtype int64."""
+    """(R,) int64 addresses. Each array has shape (N + 1,) and dtype int64."""
     indices: Array
-    """(R,) int64 addresses of arrays with shape (E,) and dtype int32, or int64 if ``wide``."""
+    """(R,) int64 addresses. Each array has shape (E,) and dtype int32, or int64 if ``wide``."""
     weights: Array
-    """(R,) int64 addresses of ``num_weights`` float32 values."""
+    """(R,) int64 addresses. Each array has ``num_weights`` float32 values."""
     num_destinations: Array
-    """(R,) int64 number N of destinations."""
+    """(R,) int64 destination counts N."""
     num_edges: Array
-    """(R,) int64 number E of edges."""
+    """(R,) int64 edge counts E."""
     num_weights: Array
-    """(R,) int64 number of weights: E, or 0 for uniform draws."""
+    """(R,) int64 weight counts: E, or 0 for uniform draws."""
     wide: Array
     """(R,) bool: whether the indices are int64."""
 
 
 def make_relations(schema: Schema, cscs: Sequence[Csc]) -> Relations:
-    """Return the addresses and sizes of ``cscs``, one complete structure per edge type.
+    """Collect addresses and sizes from ``cscs``, one complete structure per edge type.
 
     The caller must keep a reference to ``cscs``, because the result holds only addresses.
     """
@@ -196,7 +195,7 @@ def make_relations(schema: Schema, cscs: Sequence[Csc]) -> Relations:
 
 
 def _addresses(arrays: Sequence[Array], dtypes: tuple[Any, ...]) -> Array:
-    """Return the addresses of arrays that compiled code can read as contiguous values of ``dtypes``."""
+    """Return array addresses. Compiled code can read each array as contiguous values in one of ``dtypes``."""
     for array in arrays:
         assert array.dtype in dtypes
         assert array.flags.c_contiguous
@@ -215,7 +214,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def read_csc(relations: Relations, number: int) -> Csc:
-    """Return the edge type with index ``number``, without ``indices``, which the draw kernels do not read."""
+    """Return edge type ``number`` as arrays, without ``indices``, which the draw kernels do not read."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
     weights = carray(_pointer(relations.weights[number]), relations.num_weights[number], dtype=np.float32)
@@ -229,9 +228,9 @@ def _read_indices(relations: Relations, number: int, dtype: Any) -> Array:
 
 @njit(cache=True, nogil=True)
 def read_sources(relations: Relations, number: int, edges: Array, out: Array) -> None:
-    """Write the int64 source keys of the (k,) edge ids ``edges`` of edge type ``number`` to ``out``."""
+    """Write the int64 source keys for the (k,) ``edges`` to ``out``. ``number`` is their type's index."""
     first = relations.offsets[relations.source_types[number]]
-    # Test the width outside of the loops, because it is the same for all edges.
+    # Test the width outside the loops, because it is the same for all edges.
     if relations.wide[number]:
         wide_indices = _read_indices(relations, number, np.int64)
         for i in range(len(edges)):
@@ -248,76 +247,76 @@ class SampleRequest(NamedTuple):
     seeds: Array
     """(B,) int64 global ids, type by type, distinct within a type."""
     seed_ends: Array
-    """(T + 1,) int64 ends. The seeds of type t are ``[t]:[t + 1]``."""
+    """(T + 1,) int64 ends. Type t has the seeds ``[t]:[t + 1]``."""
     fanouts: Array
     """(L, R) int64 fan-outs, hop 0 (at the seeds) first. -1 draws all in-edges."""
     streams: Array
-    """(L, R) uint64 keys of the hops and edge types."""
+    """(L, R) uint64 keys by hop and edge type."""
     replace: bool
     """Whether an edge may be drawn more than once."""
     by_source: bool
     """Whether sources are drawn together with all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
     rounds: int
-    """Number of rounds of :func:`draw_by_importance`, which runs if it is not 0 or edges have weights."""
+    """Number of rounds in :func:`draw_by_importance`, which runs if this is not 0 or edges have weights."""
     exclude: Array
     """(X,) int64 edges that are not drawn, edge type by edge type, ascending within a type."""
     exclude_ends: Array
-    """(R + 1,) int64 ends of the edge types in ``exclude``."""
+    """(R + 1,) int64 ends of each edge type's range in ``exclude``."""
 
 
 class RawBatch(NamedTuple):
     """All hops of a mini-batch, hop 0 (at the seeds) first. A hop lists edge type by edge type.
 
-    Hop h draws for the first ``node_ends[h, t]`` nodes of type t and reaches ``node_ends[h + 1, t]``.
+    Within type t, hop h draws for the first ``node_ends[h, t]`` nodes and reaches ``node_ends[h + 1, t]``.
     """
 
     nodes: Array
     """(n,) int64 global ids, type by type, distinct within a type. The seeds come first in their type."""
     node_starts: Array
-    """(T + 1,) int64 starts. The nodes of type t are ``[t]:[t + 1]``."""
+    """(T + 1,) int64 starts. Type t has the nodes ``[t]:[t + 1]``."""
     node_ends: Array
-    """(L + 1, T) int64 ends. The first row holds the numbers of seeds."""
+    """(L + 1, T) int64 ends. The first row holds the seed counts."""
     indptr: Array
-    """int64 row starts of each relation in turn: one entry per destination and one more, from 0 on."""
+    """int64 row starts, relation by relation: one entry per destination and one more, from 0 on."""
     sources: Array
-    """int64 positions among the nodes of the source type."""
+    """int64 positions among the source type's nodes."""
     edge_ids: Array
     """int64 global edge ids."""
     edge_ends: Array
     """(L * R + 1,) int64 ends. Hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
     edge_weights: Array
-    """float32 weights of mean 1 per destination if :func:`draw_by_importance` ran, else length 0."""
+    """float32 weights with mean 1 per destination if :func:`draw_by_importance` ran, else length 0."""
 
 
 class NumberedNodes(NamedTuple):
     """The numbered nodes by type. ``counts`` and the arrays are updated in place."""
 
     keys: Array
-    """Node keys by number. Those of type t begin at ``starts[t]``."""
+    """Node keys by number. Type t begins at ``starts[t]``."""
     ids: Array
     """Global ids in the same order."""
     starts: Array
-    """(T + 1,) int64 starts of the types."""
+    """(T + 1,) int64 starts by type."""
     counts: Array
-    """(T,) int64 number of nodes of each type."""
+    """(T,) int64 node count by type."""
 
 
 class _Hop(NamedTuple):
     fanouts: Array
     """(R,) int64 fan-outs."""
     streams: Array
-    """(R,) uint64 keys of the draws."""
+    """(R,) uint64 keys for the draws."""
     sizes: Array
-    """(T,) int64 number of nodes of each type to draw for."""
+    """(T,) int64: how many nodes of each type to draw for."""
     indptr: Array
-    """Row starts of all edge types, one after another."""
+    """Row starts, edge type by edge type."""
     ends: Array
-    """(R + 1,) int64 number of edges of the batch before each edge type, and after the last one."""
+    """(R + 1,) int64: the batch's edge count before each edge type, and after the last one."""
 
 
 @njit(cache=True, nogil=True)
 def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
-    """Return a copy with space for ``more[t]`` further nodes of each type t."""
+    """Return a copy with space for ``more[t]`` further nodes in each type t."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
     # Each type gets one extra slot, because ``_number_direct`` writes before it knows whether a node is new.
@@ -354,7 +353,7 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
 
 @njit(cache=True, nogil=True)
 def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, numbers: Array) -> None:
-    """Write the numbers of the nodes with the (K,) int64 ``keys``, all of ``node_type``, to ``numbers``."""
+    """Write the numbers for the (K,) int64 ``keys`` to ``numbers``. All keys belong to ``node_type``."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
     nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], numbers)
 
@@ -363,9 +362,9 @@ def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Ar
 def number_seeds(
     table: NodeTable, offsets: Array, seeds: Array, seed_ends: Array
 ) -> tuple[NodeTable, NumberedNodes]:
-    """Number the distinct seeds of each type from 0, and return the table and the numbered nodes.
+    """Number the distinct seeds from 0 within each type. Return the table and the numbered nodes.
 
-    Seeds of type t are ``seeds[seed_ends[t]:seed_ends[t + 1]]``, and their keys are larger by ``offsets[t]``.
+    Type t has the seeds ``seeds[seed_ends[t]:seed_ends[t + 1]]``. A key is the id plus ``offsets[t]``.
     """
     num_types = len(offsets) - 1
     no_ids = np.empty(0, np.int64)
@@ -385,7 +384,7 @@ def number_seeds(
 
 @njit(cache=True, nogil=True)
 def write_ids(nodes: NumberedNodes, offsets: Array, first_new: Array) -> None:
-    """Fill in ``nodes.ids`` for the nodes of each type t from number ``first_new[t]`` on."""
+    """Fill in ``nodes.ids`` from number ``first_new[t]`` on, for each type t."""
     for node_type in range(len(nodes.counts)):
         start = nodes.starts[node_type]
         offset = offsets[node_type]
@@ -395,7 +394,7 @@ def write_ids(nodes: NumberedNodes, offsets: Array, first_new: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
-    """Return (ids, (T + 1,) starts) of all nodes, type by type without gaps."""
+    """Return (ids, (T + 1,) starts) for all nodes, type by type without gaps."""
     starts = np.zeros(len(nodes.counts) + 1, np.int64)
     for node_type in range(len(nodes.counts)):
         starts[node_type + 1] = starts[node_type] + nodes.counts[node_type]
@@ -408,7 +407,7 @@ def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _make_rule(request: SampleRequest, relation: int) -> Rule:
-    """Return how the in-edges of an edge type are drawn, with the excluded edges of this type."""
+    """Return the rule for drawing edges with type ``relation``, with this type's excluded edges."""
     first = request.exclude_ends[relation]
     last = request.exclude_ends[relation + 1]
     return Rule(request.replace, request.exclude[first:last], request.by_source)
@@ -416,9 +415,9 @@ def _make_rule(request: SampleRequest, relation: int) -> Rule:
 
 @njit(cache=True, nogil=True)
 def _scale(weights: Array, shares: Array, fanout: int) -> float:
-    """Return the factor c of one destination, so that its estimate varies as in neighbor sampling.
+    """Find the factor c for one destination, so that its estimate varies as in neighbor sampling.
 
-    With c, the sum of weight ** 2 / min(1, c * share) over its edges is that of neighbor sampling.
+    With this c, the sum over weight ** 2 / min(1, c * share) equals that in neighbor sampling.
     """
     degree = len(weights)
     if degree == 0:
@@ -453,29 +452,30 @@ def draw_by_importance(
 ) -> tuple[Array, Array]:
     """Draw sources with unequal probabilities (LABOR-i, see :func:`~dglx_dist.keyed_random.draw_by_source`).
 
-    An edge is kept with probability min(1, c pi). The factor c belongs to its destination, so that the
+    An edge is kept with probability min(1, c pi). Each destination has its own c. It is chosen so that the
     variance of a weighted sum is as in neighbor sampling with the same fan-out. Without rounds, pi is the
-    weight of the edge. Otherwise pi is a value of the source. Each round multiplies the pi of a source by the
-    largest c of its destinations, so that fewer sources are needed.
+    edge's weight. Otherwise pi is a value per source. Each round multiplies a source's pi by the largest c
+    among its destinations, so that fewer sources are needed.
 
     Args:
-        indptr: (K + 1,) int64 row starts of the candidates of K destinations.
+        indptr: (K + 1,) int64 row starts of the candidates, for K destinations.
         sources, weights: (e,) int64 global ids, and float64 values above 0.
-        fanout: Fan-out of neighbor sampling to match. -1 keeps all edges.
+        fanout: Fan-out of the neighbor sampling to match. -1 keeps all edges.
         rounds: Number of fixed-point iterations. Below 0, they run until they converge.
         rows: (K + 1,) output: row starts of the kept edges.
 
     Returns:
-        (k,) int64 positions of the kept edges, and weight / probability of each, which makes sums unbiased.
+        (k,) int64 positions of the kept edges, and for each edge weight / probability, which makes sums
+        unbiased.
     """
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
-    # Without rounds, values of sources are not used, so one entry serves all sources.
+    # Without rounds, sources need no values, so one entry serves all sources.
     source_indices = np.zeros(len(sources), np.int64)
     num_sources = 1
     if rounds != 0:
         num_sources = number_nodes(table, sources, np.empty(len(sources) + 1, np.int64), 0, source_indices)
 
-    # ``shares`` has the pi of each edge, and ``scales`` the factor c of each destination.
+    # ``shares`` has pi for each edge, and ``scales`` has the factor c for each destination.
     shares = weights.copy()
     scales = np.empty(len(indptr) - 1)
     pi = np.ones(num_sources)
@@ -496,7 +496,7 @@ def draw_by_importance(
         pi *= max_scales
         shares[:] = pi[source_indices]
         num_done += 1
-        # The rounds end when one of them lowers the expected number of sources by less than 0.01 %.
+        # The rounds end when a round lowers the expected source count by less than 0.01 %.
         expected_size = np.minimum(pi, 1.0).sum()
         if expected_size >= last_expected_size * (1 - 1e-4):
             rounds = num_done
@@ -508,7 +508,7 @@ def draw_by_importance(
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
             probability = min(1.0, scales[i] * shares[j])
-            # The upper 53 bits of the key are a number in [0, 1).
+            # The key's upper 53 bits become a number in [0, 1).
             draw = (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53
             # Compare with <=, because an edge with probability 1 must be kept even if the draw rounds to 1.
             if draw <= probability:
@@ -557,10 +557,10 @@ def _draw(
     edges_and_weights: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    """Draw one hop, type by type. Return the edges and weights of the batch so far, including this hop.
+    """Draw one hop, type by type. Return the batch's edges and weights so far, including this hop.
 
-    ``hop.indptr`` and ``hop.ends`` after ``ends[0]`` are filled in. ``by_source`` is None for plain sampling,
-    which has no weights. The values and capacity of ``edges`` beyond the last end are undefined.
+    Fills in ``hop.indptr``, and ``hop.ends`` after ``ends[0]``. ``by_source`` is None for plain sampling,
+    which has no weights. Beyond the last end, ``edges`` has spare entries with undefined values.
     """
     edges, weights = edges_and_weights
     first_row = 0
@@ -580,7 +580,7 @@ def _draw(
             largest = count_hop(csc, frontier, fanout, rule, rows, starts)
             last = first + rows[len(frontier)]
             if last > len(edges):
-                # Spare entries serve later edge types. Otherwise each type would copy all edges of the batch.
+                # Spare entries serve later edge types. Otherwise each type would copy all edges in the batch.
                 edges = grow_array(edges, first, last if relation == len(hop.fanouts) - 1 else 2 * last)
             draw_hop(csc, frontier, stream, fanout < 0, rule, (rows, starts, largest), edges[first:last])
         elif request.rounds != 0 or len(csc.weights) > 0:
@@ -612,7 +612,7 @@ def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
 def _number_sources(
     relations: Relations, table: NodeTable, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
 ) -> None:
-    """Number the sources of a hop. Write the number of each source to ``sources``."""
+    """Number the sources that a hop reaches. Write each edge's source number to ``sources``."""
     chunk = np.empty(_CHUNK, np.int64)
     for relation in range(len(hop.fanouts)):
         node_type = relations.source_types[relation]
@@ -630,10 +630,10 @@ def sample_batch(
     """Sample all hops of a batch and number its nodes, each type from 0.
 
     Args:
-        request: What to sample. With repeated seeds, the first row of ``node_ends`` is smaller and no hop is
+        request: What to sample. With repeated seeds, the first row in ``node_ends`` is smaller and no hop is
             drawn.
-        table: Table of the calling thread, with the keys of all node types.
-        by_source: ``request.by_source or None``. Numba does not compile the draws of LABOR for None.
+        table: The calling thread's table, with the keys of all node types.
+        by_source: ``request.by_source or None``. For None, Numba does not compile the LABOR draws.
 
     Returns:
         The batch, and the table to pass for the next batch.
@@ -652,7 +652,7 @@ def sample_batch(
         num_hops = 0
 
     for hop_index in range(num_hops):
-        # Draw the in-edges. Each edge type has one row start more than destinations.
+        # Draw the in-edges. Each edge type has one more row start than it has destinations.
         sizes = node_ends[hop_index]
         num_rows = len(indptr)
         num_new_rows = sizes[relations.destination_types].sum() + num_relations
@@ -662,7 +662,7 @@ def sample_batch(
         hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[num_rows:], ends)
         edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights), by_source)
 
-        # Number the sources. Every one of them may be a new node.
+        # Number the sources. Any source may be a new node.
         first = ends[0]
         last = ends[num_relations]
         sources = grow_array(sources, first, last)
@@ -682,7 +682,7 @@ def sample_batch(
 
 
 _DIRECT_LIMIT = 1 << 26
-"""Number of nodes of the largest graph with a direct table (4 bytes per node and thread)."""
+"""Maximum node count for a direct table, which takes 4 bytes per node and thread."""
 
 _FIRST_SLOTS = 1 << 16
 _LAST_BASE = 1 << 31
@@ -690,7 +690,7 @@ _LAST_BASE = 1 << 31
 
 @final
 class ThreadTable:
-    """The relabelling table of one thread."""
+    """Table in which one thread numbers the nodes of its batches."""
 
     def __init__(self, num_nodes: int) -> None:
         num_slots = num_nodes

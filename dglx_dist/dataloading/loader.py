@@ -1,4 +1,4 @@
-"""Node data loader, and the makers of batches for node and edge loaders."""
+"""Node data loader, and the batch makers for node and edge loaders."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 
 _SPARE_BUFFERS = 2
-"""Number of batches alive beside the prefetched ones: one in the training loop, one in its backward pass."""
+"""Number of batches beside the prefetched ones: one in the training loop, one in its backward pass."""
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
-    """Return the maker of a loader's batches. Every rank must call this.
+    """Return the maker for a loader's batches. Every rank must call this.
 
-    Raises ConfigError on all ranks if the options of one rank do not fit its graph or its sampler, or if the
-    samplers of the ranks differ. Raises IndexError on a rank that excludes an edge which does not exist. The
-    other ranks then raise ConfigError.
+    Raises ConfigError on all ranks if a rank's options do not fit its graph or its sampler, or if the ranks
+    have different samplers. Raises IndexError on a rank that excludes an edge which does not exist. The other
+    ranks then raise ConfigError.
     """
 
     def read_plan() -> tuple[Columns, DrawSettings | None, tuple[TreeRule, TimeColumns | None] | None]:
@@ -82,7 +82,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
 def _read_draws(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, DrawSettings | None]:
-    """Return the columns to fetch and the settings of the draws. This function calls no other rank.
+    """Return the columns to fetch and the settings for draws. This function calls no other rank.
 
     The settings are None if the sampler runs its own code. Raises ConfigError if the options do not fit the
     sampler, or if the sampler needs edges that this server does not have.
@@ -126,11 +126,11 @@ def open_columns(g: DistGraph, plan: SamplePlan, options: LoaderOptions) -> Colu
 def _open_source(
     g: DistGraph, draws: DrawSettings, weights: str | None, op: str | None = None
 ) -> BatchSource:
-    """Return the source of the batches: this process if it has all edges, and otherwise all servers.
+    """Return the source for batches: this process if it has all edges, and otherwise all servers.
 
-    ``weights`` names the edge column of the probabilities, or is None for uniform draws. ``op`` names an RPC
-    operation that all servers serve already. Without ``op``, the draws are served here, and every rank must
-    call this.
+    ``weights`` names the edge column with the probabilities, or is None for uniform draws. ``op`` names an
+    RPC operation that all servers serve already. Without ``op``, the draws are served here, and every rank
+    must call this.
     """
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_replicated for structure in structures):
@@ -142,10 +142,10 @@ def _open_source(
 
 
 def _open_trees(g: DistGraph, draws: DrawSettings, rule: TreeRule, columns: TimeColumns | None) -> TreeSource:
-    """Open the orders by time and serve the draws of trees on all servers. Every rank must call this."""
+    """Open the orders by time and serve tree draws on all servers. Every rank must call this."""
     excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
 
-    # The name is a hash of the rules of all ranks, so loaders with equal rules share an operation.
+    # The name is a hash of all ranks' rules, so loaders with equal rules share an operation.
     exclude_digest = compute_digest(excluded.items())
     rules = gather_json([repr(rule), repr(columns), exclude_digest], g.session)
     op = f"trees.{hashlib.sha256(str(rules).encode()).hexdigest()}"
@@ -168,10 +168,10 @@ def open_neighborhood_maker(
     edge_feats: Any = (),
     exclude: Excluded | None = None,
 ) -> NodeMaker:
-    """Return a maker of blocks with all in-edges of ``num_layers`` hops and the columns ``edge_feats``.
+    """Return a maker for blocks with all in-edges over ``num_layers`` hops and the columns ``edge_feats``.
 
-    ``mask`` names an edge column that marks the edges of the blocks, and ``exclude`` has edges that no block
-    gets. If one of them is not None, every rank must call this.
+    ``mask`` names an edge column that marks the edges to use, and ``exclude`` has edges that no block gets.
+    If one of them is not None, every rank must call this.
     """
     # A fan-out of -1 takes all in-edges.
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
@@ -181,13 +181,13 @@ def open_neighborhood_maker(
     names = read_column_names(edge_feats, "edge_feats")
     columns = Columns(edges=find_edge_columns(g, names, "edge_feats"))
 
-    # Every server serves "in_edges" from the start. A mask and exclusions need an operation of their own.
+    # Every server serves "in_edges" from the start. A mask and exclusions need their own operation.
     op = "in_edges" if mask is None and exclude is None else None
     return KernelMaker(_open_source(g, draws, mask, op), draws, g, columns)
 
 
 def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
-    """Return the structure of every edge type with its weights, for a graph that is replicated.
+    """Return every edge type's structure with its weights, for a replicated graph.
 
     If ``weights`` is not None, every rank must call this.
     """
@@ -204,7 +204,7 @@ def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
 def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
     """Register the draws as an RPC operation on all servers. Return its name. Every rank must call this.
 
-    The name is a hash of the rules of all ranks, so loaders with the same rule share an operation.
+    The name is a hash of all ranks' rules, so loaders with the same rule share an operation.
     """
     weights_by_type: Mapping[EdgeType, Mapping[int, Array]] = {}
     if weights is not None:
@@ -247,10 +247,10 @@ def _read_schema(g: DistGraph) -> Schema:
 
 
 def _make_fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
-    """Return the fan-outs as an (L, R) int64 array of L hops and R edge types. Hop 0 is at the seeds.
+    """Return the fan-outs as an (L, R) int64 array over L hops and R edge types. Hop 0 is at the seeds.
 
-    ``fanouts`` has layer 1 first, which is the hop that is farthest from the seeds. Raises ConfigError if a
-    dict of fan-outs lacks an edge type.
+    ``fanouts`` has layer 1 first, which is the hop farthest from the seeds. Raises ConfigError if a dict
+    lacks an edge type.
     """
     rows = []
     for layer, fanout in enumerate(fanouts):
@@ -272,9 +272,9 @@ def _make_fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Arra
 
 
 def read_excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
-    """Return the ascending distinct int64 ids of the excluded edges by edge type, without empty types.
+    """Return the excluded int64 edge ids by type, ascending and distinct. Types without any are missing.
 
-    ``exclude`` is None, ids of the only edge type, or a dict of ids by edge type.
+    ``exclude`` is None, ids for the only edge type, or a dict from edge type to ids.
     """
     if exclude is None:
         return {}
@@ -295,18 +295,19 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
     The constructor is collective, and iteration is not. All ranks have the same number of steps. A rank that
     has run out of seeds gets blocks without destinations. Each iteration is the next epoch. The same seed
     draws the same neighbors on any number of ranks, except with ``LaborSampler(importance_sampling=...)``.
-    Its draws depend on all seeds of a batch.
+    Its draws depend on all seeds in a batch.
 
     Args:
-        indices: Seeds of this rank: (K,) ids, a mask over all nodes, or {node type: either}. K may be 0.
-        sampler: A sampler of ``dgl.dataloading``. The columns that it prefetches are attached to the blocks.
-        options: Options of :class:`LoaderOptions`. Options of DGL's loader that have no effect here cause a
+        indices: This rank's seeds: (K,) ids, a mask over all nodes, or {node type: either}. K may be 0.
+        sampler: A sampler from ``dgl.dataloading``. The columns that it prefetches are attached to the
+            blocks.
+        options: Fields of :class:`LoaderOptions`. Options that have an effect only in DGL's loader cause a
             warning.
 
     Raises:
         ConfigError: on all ranks, if an option is unsupported or a seed is repeated on one rank, or if the
             ranks differ in ``batch_size`` or ``drop_last``.
-        IndexError: a seed is no node. The other ranks raise ConfigError.
+        IndexError: a seed is not a node. The other ranks raise ConfigError.
         PeerError: a rank did not take part.
     """
 

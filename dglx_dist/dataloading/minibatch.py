@@ -1,4 +1,4 @@
-"""Mini-batches from seeds: sampling, block construction and fetching of features on the loader's threads."""
+"""Mini-batches from seeds: sampling, block construction and feature fetching on the loader's threads."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ NO_COLUMNS: Mapping[str, Array] = MappingProxyType({})
 
 @final
 class BatchBlockBuilder:
-    """Builds the blocks of batches. Thread-safe.
+    """Builds the blocks for batches. Thread-safe.
 
     As with ``dgl.to_block``, every block has all node types on both sides, even those without a node, and all
-    edge types in the order of the graph. The destinations of a type are the first of its sources.
+    edge types in the graph's order. A type's destinations are also its first sources.
     """
 
     def __init__(self, schema: Schema, edge_weights: bool = False) -> None:
@@ -66,7 +66,7 @@ class BatchBlockBuilder:
     ) -> tuple[dict[str, Tensor], list[DGLBlock]]:
         """Return ({node type: input node ids}, blocks), with the block of layer 1 first.
 
-        The tensors share memory with ``batch`` and the (n, ...) ``node_columns`` of its nodes.
+        The tensors share memory with ``batch`` and the (n, ...) ``node_columns``.
         """
         tensors = {dgl.NID: torch.from_numpy(batch.nodes)}
         for name, rows in node_columns.items():
@@ -108,45 +108,45 @@ Seeds: TypeAlias = Mapping[str, Array]
 """Map from node type to (B,) int64 distinct ids. B may be 0. Types without seeds may be missing."""
 
 Excluded: TypeAlias = Mapping[EdgeType, Array]
-"""Map from edge type to (X,) int64 ascending distinct ids of edges that a batch must not draw."""
+"""Map from edge type to (X,) int64 ascending distinct edge ids that a batch must not draw."""
 
 NodeIds: TypeAlias = Tensor | dict[str, Tensor]
-"""(n,) int64 global ids, or a dict of them by type if the graph has more than one node type."""
+"""(n,) int64 global ids, or a dict from type to ids if the graph has more than one node type."""
 
 NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniBatch:
-    """One batch on its way through the stages of a loader."""
+    """One batch on its way through a loader's stages."""
 
     seeds: Seeds
     seed_times: Seeds = field(default_factory=dict)
-    """(B,) int64 keys of the times of the seeds by type, if the sampler needs them."""
+    """(B,) int64 time keys of the seeds by type, if the sampler needs them."""
     node_columns: Mapping[str, Array] = field(default_factory=dict)
-    """(n, ...) columns of the nodes of ``raw`` that the blocks get."""
+    """(n, ...) columns for the nodes in ``raw``, which the blocks get."""
     raw: RawBatch | None = None
     """Arrays from the kernels. None after the blocks are built."""
     sources: Mapping[str, Array] = field(default_factory=dict)
     """(n,) int64 distinct input nodes by type, if the kernels sampled the batch."""
     inputs: Mapping[str, Array] = field(default_factory=dict)
-    """Input nodes by key of the column in the store."""
+    """Input nodes by column key in the store."""
     num_bytes: int = 0
-    """Size in bytes of the batch until its rows are requested."""
+    """Size in bytes until the batch's rows are requested."""
     finish_pull: Callable[[Sequence[DGLBlock]], None] | None = None
     """Function that waits for the requested columns; see :func:`submit_columns`."""
     input_nodes: NodeIds = field(init=False)
-    """Source nodes of the first block."""
+    """The first block's source nodes."""
     output_nodes: NodeIds = field(init=False)
-    """Seeds of the batch."""
+    """The batch's seeds."""
     target_counts: tuple[int, int] = (0, 0)
-    """Number of targets on this rank and on all ranks, if the seeds are not the targets."""
+    """Target counts on this rank and on all ranks, if the seeds are not the targets."""
     blocks: list[DGLBlock] = field(init=False)
     """Blocks, with the block of layer 1 first."""
     sample_s: float = 0.0
-    """Seconds of sampling and building blocks, including features if the sampler fetches them."""
+    """Seconds for sampling and block building, including features if the sampler fetches them."""
     fetch_s: float = 0.0
-    """Seconds of fetching columns."""
+    """Seconds for fetching columns."""
     arrive: Callable[[], None] | None = None
     """Function that lets the consumer's stream wait for copies to a device."""
 
@@ -170,7 +170,7 @@ def _copy_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
 
 
 class NodeMaker(Maker[str, MiniBatch]):
-    """Stages of batches that are sampled for seed nodes."""
+    """Stages for batches that are sampled around seed nodes."""
 
     def __init__(self, g: DistGraph, columns: Columns) -> None:
         self._g = g
@@ -186,7 +186,7 @@ class NodeMaker(Maker[str, MiniBatch]):
 
     @abstractmethod
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
-        """Sample the blocks around the seeds of ``batch``, without the edges in ``exclude``."""
+        """Sample the blocks around the batch's seeds, without the edges in ``exclude``."""
 
     def sample_items(
         self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
@@ -233,7 +233,7 @@ class SamplerMaker(NodeMaker):
             self._to_arrays(batch.input_nodes),
             self._to_arrays(batch.output_nodes),
             edges,
-            # The sampler of a user may repeat nodes.
+            # A user's sampler may repeat nodes.
             distinct=False,
         )
         batch.fetch_s = time.perf_counter() - begin
@@ -265,7 +265,7 @@ class SamplerMaker(NodeMaker):
 
 
 def wait_for_columns(batch: MiniBatch) -> None:
-    """Wait for the requested columns of ``batch``, and set them on its blocks."""
+    """Wait for the columns that ``batch`` requested, and set them on its blocks."""
     begin = time.perf_counter()
     assert batch.finish_pull is not None
     batch.finish_pull(batch.blocks)
@@ -284,7 +284,7 @@ def seeds_to_node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
 
 
 def count_batch_bytes(nodes: int, offsets: int, edges: int) -> int:
-    """Return the bytes of a sampled batch without rows. An edge has a source and an id of 8 bytes each."""
+    """Return the size in bytes of a batch without rows. An edge takes 16 bytes: a source and an id."""
     return 8 * (nodes + offsets + 2 * edges)
 
 
@@ -335,10 +335,10 @@ class KernelMaker(NodeMaker):
             self.claimed_rows = self._columns.claim(self._g.kvstore)
 
     def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
-        """Return a function from a step to the source of its batch, for a partitioned graph.
+        """Return a function from a step to its batch's source, for a partitioned graph.
 
-        Consecutive batches form a group. The edges of a group are requested together, so that a node which
-        several batches reach is sent once. The source of a group holds these edges.
+        Consecutive batches form a group. A group's edges are requested together, so that a node which several
+        batches reach is sent once. The group's source holds these edges.
         """
         lock = threading.Lock()
         max_batches = 1
@@ -350,7 +350,7 @@ class KernelMaker(NodeMaker):
         sources: dict[int, RemoteSource] = {}
 
         def group_requests() -> Iterator[dict[int, SampleRequest]]:
-            """Yield the requests of consecutive steps with equal random streams, by step."""
+            """Yield requests by step. Each mapping covers consecutive steps with equal random streams."""
             group: dict[int, SampleRequest] = {}
             group_streams: Array = np.empty(0, np.uint64)
             for step in steps:
@@ -389,15 +389,15 @@ class KernelMaker(NodeMaker):
                         break
                     sources.update(group)
 
-                # After an error, or if the end of the iteration has changed, draw this batch alone.
+                # After an error, or if the iteration now ends elsewhere, draw this batch alone.
                 return sources.pop(step, source)
 
         return get_source
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
-        """Draw the edges and the input nodes of ``batch``. Any thread may call this method.
+        """Draw the batch's edges and input nodes. Any thread may call this method.
 
-        The drawn edges are kept as raw arrays. :meth:`build` makes blocks of them.
+        The drawn edges are kept as raw arrays. :meth:`build` turns them into blocks.
         """
         begin = time.perf_counter()
         request = self._draws.request(batch.seeds, epoch, exclude, step)
@@ -432,7 +432,7 @@ class KernelMaker(NodeMaker):
     def _sample_trees(
         self, source: TreeSource, batch: MiniBatch, request: SampleRequest, exclude: Excluded
     ) -> RawBatch:
-        """Draw the trees for ``batch``. Set the columns with the tree and the time of each row."""
+        """Draw the trees for ``batch``. Set the columns that hold each row's tree and time."""
         no_times = np.empty(0, np.int64)
         times_by_type = [batch.seed_times.get(ntype, no_times) for ntype in self._schema.ntypes]
         times = np.concatenate(times_by_type)
@@ -463,7 +463,7 @@ class KernelMaker(NodeMaker):
         batch.fetch_s = time.perf_counter() - begin
 
     def build(self, batch: MiniBatch) -> None:
-        """Build the blocks of ``batch`` and attach its columns. Its raw arrays are not kept."""
+        """Build the batch's blocks and attach its columns. Drop its raw arrays."""
         begin = time.perf_counter()
         raw = batch.raw
         batch.raw = None

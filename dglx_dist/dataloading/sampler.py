@@ -43,47 +43,47 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class SourceDraws:
-    """Options of LABOR, which draws sources. All edge types and ranks share the draws of a hop."""
+    """Options for LABOR, which draws sources. All edge types and ranks share a hop's draws."""
 
     layer_dependency: bool
     """Whether all hops have the same draws."""
     batch_dependency: int
     """Number of consecutive steps with the same draws. With 0 or less, all batches have the same draws."""
     rounds: int = 0
-    """Number of iterations to lower the number of sources in a hop. -1 iterates until convergence."""
+    """Number of iterations that lower a hop's source count. -1 iterates until convergence."""
     unequal: bool = False
     """Whether edges have different probabilities. If so, blocks have ``edge_weights``."""
 
     def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
-        """Return (L, R) uint64 keys of the draws of each hop and edge type."""
+        """Return (L, R) uint64 keys for the draws, by hop and edge type."""
         seed_key = stream_key(seed, 0, 0)
         if self.batch_dependency > 0:
             seed_key = stream_key(seed, epoch, step // self.batch_dependency)
         num_source_types = int(source_types.max(initial=0)) + 1
         keys = relation_keys(seed_key, 0, num_hops, num_source_types)
 
-        # Edge types with one source type share the draws of its nodes.
+        # Edge types with the same source type share the draws for its nodes.
         hops = np.zeros(num_hops, np.int64) if self.layer_dependency else np.arange(num_hops)
         return keys[hops[:, None], source_types]
 
 
 _cached_keys = lru_cache(64)(relation_keys)
-"""Cache of the keys of an epoch, which all its batches share."""
+"""Cache for an epoch's keys, which all its batches share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
-    """Settings for the draws of all batches of a loader."""
+    """Settings for all draws that a loader makes."""
 
     schema: Schema
     fanouts: Array
     """(L, R) int64 fan-outs, hop 0 (at the seeds) first. -1 draws all in-edges."""
     replace: bool
     exclude: Mapping[EdgeType, Array]
-    """Edge type to (X,) int64 ascending ids of edges that are never drawn. Types may be missing."""
+    """Edge type to (X,) int64 ascending edge ids that are never drawn. Types may be missing."""
     seed: int
     by_source: SourceDraws | None = None
-    """Options of LABOR. None draws for each destination independently."""
+    """Options for LABOR. None draws for each destination independently."""
 
     def signature(self) -> str:
         """Return all fields except the schema as a string, with a digest of the excluded edges."""
@@ -96,7 +96,7 @@ class DrawSettings:
     def request(
         self, seeds: Mapping[str, Array], epoch: int, exclude: Mapping[EdgeType, Array], step: int = 0
     ) -> SampleRequest:
-        """Return the kernel's request for the batch of ``seeds``. ``exclude`` adds to the excluded edges."""
+        """Return the kernel's request for a batch with ``seeds``. ``exclude`` adds to the excluded edges."""
         no_ids = np.empty(0, np.int64)
         nodes = [seeds.get(ntype, no_ids) for ntype in self.schema.ntypes]
         num_hops, num_relations = self.fanouts.shape
@@ -152,11 +152,12 @@ class LocalSource:
         """Sample a batch. The draws depend only on ``request``, not on how servers share the structure.
 
         Args:
-            exclude: Ids by type of the edges in ``request.exclude`` that only this batch excludes.
-            workspace: Table of the calling thread, over the nodes of all types.
+            exclude: Edge ids by type. They are also in ``request.exclude``, and only this batch excludes
+                them.
+            workspace: The calling thread's table, over the nodes of all types.
 
         Raises:
-            ConfigError: the seeds of a type repeat an id.
+            ConfigError: a seed is repeated within its type.
             PeerError: a server did not answer in time.
         """
         batch, table = sample_batch(self.relations, request, workspace.table, request.by_source or None)
@@ -166,16 +167,16 @@ class LocalSource:
 
 
 def is_compiled() -> bool:
-    """Return whether Numba's cache has the kernel of mini-batches. It may be one of an older build."""
+    """Return whether Numba's cache has the mini-batch kernel. An older build may have left it there."""
     return any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi"))
 
 
 def load_kernels(tell: Callable[[str], None]) -> None:
-    """Load the kernels of mini-batches from Numba's cache, or compile them and call ``tell`` with a notice.
+    """Load the mini-batch kernels from Numba's cache, or compile them and call ``tell`` with a notice.
 
     Two processes share the compilation. The caller must have only one thread, because this forks.
     """
-    # The kernels run on a graph of one node with one edge to itself.
+    # The kernels run on a graph with one node and one edge from the node to itself.
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
     node = np.zeros(1, np.int64)
     bounds = np.array([0, 1])
@@ -202,7 +203,7 @@ def load_kernels(tell: Callable[[str], None]) -> None:
 
 
 def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
-    """Raise ConfigError if a node type has fewer distinct seeds than seeds."""
+    """Raise ConfigError if a seed is repeated within its type."""
     for (first, last), count in zip(pairwise(request.seed_ends), num_distinct, strict=True):
         if last - first == count:
             continue
@@ -219,12 +220,12 @@ def _sum_lengths(lists: Sequence[Array]) -> Array:
 
 @final
 class RemoteSource:
-    """Samples when each server has only the in-edges of its own nodes, with one round of requests per hop.
+    """Samples when each server has only its own nodes' in-edges. Each hop takes one round of requests.
 
-    For each hop and edge type, it sends 8 bytes per remote destination and receives 24 per sampled edge.
-    A request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
-    ``graph.sampling.make_keyed_draw``, by the rule of the loader without the exclusions of single batches.
-    Thread-safe.
+    For each hop and edge type, it sends 8 bytes per remote destination and receives 24 per sampled edge. A
+    request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
+    ``graph.sampling.make_keyed_draw``. Its rule leaves out the edges that the loader excludes, but not those
+    that single batches exclude. Thread-safe.
 
     Args:
         known: In-edges that need no request: [hop][edge type], (ascending destinations, their in-edges).
@@ -247,7 +248,7 @@ class RemoteSource:
 
         The requests differ only in their seeds. Each destination is drawn once.
         """
-        # The nodes of each type that the hops have reached, ascending and distinct.
+        # For each type, the nodes that the hops have reached, ascending and distinct.
         seeds_by_request = [np.split(request.seeds, request.seed_ends[1:-1]) for request in requests]
         nodes = [np.unique(np.concatenate(seeds)) for seeds in zip(*seeds_by_request, strict=True)]
         known: list[list[tuple[Array, InEdges]]] = []
@@ -256,7 +257,7 @@ class RemoteSource:
             edges = self._draw(requests[0], {}, hop, frontiers)
             known.append(list(zip(frontiers, edges, strict=True)))
             for node_type, in_edges in zip(self._source_types, edges, strict=True):
-                # Sorting and dropping repeated ids takes a tenth of the time of np.unique.
+                # Sorting and dropping repeated ids takes a tenth of the time that np.unique takes.
                 ids = np.sort(np.concatenate([nodes[node_type], in_edges.sources]))
                 nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
         return RemoteSource(self._schema, self._structures, self._op, known)
@@ -266,8 +267,10 @@ class RemoteSource:
     ) -> RawBatch:
         """Draw all hops of a batch, and number its nodes in the order in which the hops reach them.
 
-        ``workspace`` is a table of the calling thread. Its numbers are invalid for the next batch, also after
-        an error. ``exclude`` has ascending edge ids by type.
+        Args:
+            exclude: Ascending edge ids by type.
+            workspace: The calling thread's table. Its numbers are invalid for the next batch, also after an
+                error.
         """
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends = [nodes.counts.copy()]
@@ -304,7 +307,7 @@ class RemoteSource:
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
-        """Return the in-edges of one hop by edge type. ``frontiers`` are the nodes of each destination type.
+        """Draw one hop. Return in-edges by edge type. ``frontiers`` has the destinations for each edge type.
 
         Requests for all edge types are sent before the first answer is awaited. Edges that were drawn jointly
         before (:attr:`known`) need no request.
@@ -328,11 +331,11 @@ class RemoteSource:
     def _number_sources(
         self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
     ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
-        """Number the sources of the in-edges of one hop. New nodes get the next numbers of their types.
+        """Number the sources that one hop reaches. Each new node gets the next number in its type.
 
-        Return the table and nodes, which may be larger copies, and the number of each source by edge type.
+        Return the table and the nodes, which may be larger copies, and the source numbers by edge type.
         """
-        # Every source may be a new node.
+        # Any source may be a new node.
         num_edges_by_type = np.zeros(len(nodes.counts), np.int64)
         for node_type, in_edges in zip(self._source_types, edges, strict=True):
             num_edges_by_type[node_type] += len(in_edges.sources)
@@ -352,9 +355,9 @@ BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
 def _select_known(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
-    """Return the in-edges of ``nodes`` among the known destinations and their in-edges."""
+    """Return the in-edges into ``nodes``. ``known`` holds the known destinations and their in-edges."""
     known_nodes, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
     selected = all_in_edges(shard, np.searchsorted(known_nodes, nodes))
-    # The ids of the shard are positions among the known edges.
+    # The shard's edge ids are positions among the known edges.
     return replace(selected, edge_ids=edges.edge_ids[selected.edge_ids])

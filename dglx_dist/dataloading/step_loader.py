@@ -1,4 +1,4 @@
-"""Base of all loaders: epochs, equal steps on all ranks, shuffling, prefetch, resume."""
+"""Base class for all loaders: epochs, equal steps on all ranks, shuffling, prefetch, resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_ahead(
 ) -> Generator[T, None, None]:
     """Yield ``make(step)`` for each step in order. At most ``depth`` steps run ahead of the consumer.
 
-    ``make`` runs on ``num_threads`` threads. With 0 threads, it runs on the thread of the consumer. If a step
+    ``make`` runs on ``num_threads`` threads. With 0 threads, it runs on the consumer's thread. If a step
     fails, its error is raised instead of its result. Closing the iterator cancels the steps that wait.
     """
     if num_threads == 0:
@@ -73,23 +73,23 @@ def run_ahead(
 K = TypeVar("K")
 
 _SHUFFLE = -1
-"""Hop of the shuffle keys of the first type. Each further type has the next lower number."""
+"""Hop number in shuffle keys for the first type. Each further type has the next lower number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items(Generic[K]):
-    """The ids of this rank by type. Positions count through the ids of all types, in the order of types."""
+    """This rank's ids by type. Positions count through all ids, type by type."""
 
     ids: Mapping[K, Array]
-    """(n_t,) int64 distinct ids for every type, in the graph's order of types. n_t may be 0."""
+    """(n_t,) int64 distinct ids for every type, with types in the graph's order. n_t may be 0."""
     times: Mapping[K, Array] | None = None
-    """(n_t,) int64 keys of the times of the ids, if the loader samples by time. Then ids may be repeated."""
+    """(n_t,) int64 time key for each id, if the loader samples by time. Ids may then be repeated."""
 
     def __len__(self) -> int:
         return sum(len(ids) for ids in self.ids.values())
 
     def order(self, *, shuffle: bool, seed: int, epoch: int) -> Array:
-        """Return the (n,) positions of all ids in the order of ``epoch``. Shuffling sorts by a keyed hash."""
+        """Return the (n,) positions in visiting order for ``epoch``. Shuffling sorts by a keyed hash."""
         if not shuffle:
             return np.arange(len(self))
         keys = []
@@ -134,13 +134,13 @@ class Items(Generic[K]):
 
 
 def split_times(items: Mapping[K, Array]) -> tuple[dict[K, Array], dict[K, Array]]:
-    """Return the ids and the times of the result of :meth:`Items.take`. Without times, these are empty."""
+    """Separate ids and times in a result from :meth:`Items.take`. Without times, the second is empty."""
     ids = {key: array if array.ndim == 1 else array[0] for key, array in items.items()}
     return ids, {key: array[1] for key, array in items.items() if array.ndim > 1}
 
 
 def _check_distinct(ids_by_type: Mapping[Any, Array], what: str) -> None:
-    """Raise ConfigError if an id of a type is repeated."""
+    """Raise ConfigError if an id occurs twice within a type."""
     for key, ids in ids_by_type.items():
         distinct, uses = np.unique(ids, return_counts=True)
         if len(distinct) != len(ids):
@@ -154,12 +154,12 @@ def _check_distinct(ids_by_type: Mapping[Any, Array], what: str) -> None:
 def read_items(
     indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str, *, is_distinct: bool = True
 ) -> Items[K]:
-    """Check the ids of a loader.
+    """Check the ids that a loader is given.
 
     Args:
-        indices: (K,) ids or a mask if the graph has one type. Otherwise a dict by type of ids or masks, where
-            an edge type is a triple or the name of a relation.
-        counts: Number of nodes or edges for every type, in the graph's order of types.
+        indices: (K,) ids or a mask if the graph has one type. Otherwise a dict from type to ids or a mask,
+            where an edge type is a triple or a relation's name.
+        counts: Node or edge count for every type, in the graph's order.
         what: ``node`` or ``edge``, for messages.
         is_distinct: Whether ids must be distinct.
 
@@ -229,7 +229,7 @@ class LoaderOptions:
 
 
 def read_loader_options(options: Mapping[str, Any]) -> LoaderOptions:
-    """Check the options of a loader. Options of DGL's loader that have no effect cause a warning.
+    """Check a loader's options. Warn about options that have an effect in DGL's loader, but not here.
 
     Raises ConfigError if an option is unknown, or its value is unsupported.
     """
@@ -251,15 +251,15 @@ def read_loader_options(options: Mapping[str, Any]) -> LoaderOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The seeds of every rank in each step of an epoch.
+    """Seeds that every rank uses in each step of an epoch.
 
     All ranks run ``num_steps`` steps. A rank without further seeds takes part with empty batches.
     """
 
     batch_size: int
-    """Number of seeds per rank and step."""
+    """Seeds per rank and step."""
     used: tuple[int, ...]
-    """(W,) number of seeds that each rank uses in an epoch."""
+    """(W,) seed count that each rank uses in an epoch."""
     rank: int
 
     @classmethod
@@ -269,7 +269,7 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the rank with the most seeds. Its last batch may be smaller."""
+        """Steps per epoch. The rank with the most seeds determines this. Its last batch may be smaller."""
         # The negations round up.
         return -(-max(self.used) // self.batch_size)
 
@@ -288,7 +288,7 @@ class Schedule:
 
 
 class Timed(Protocol):
-    """A batch that records how many seconds its sampling and building, and its fetching of columns took."""
+    """A batch that records the seconds for sampling and building, and the seconds for fetching columns."""
 
     @property
     def sample_s(self) -> float: ...
@@ -300,7 +300,7 @@ B = TypeVar("B", bound=Timed)
 
 
 class Stages(ABC, Generic[B]):
-    """The stages that each batch of an epoch passes before its delivery. Thread-safe.
+    """Stages that each batch passes before its delivery: sample, fetch, build, move. Thread-safe.
 
     A batch is a record. :meth:`sample` creates it, and the other stages fill it in.
     """
@@ -312,9 +312,9 @@ class Stages(ABC, Generic[B]):
 
     @abstractmethod
     def sample(self, step: int) -> B:
-        """Sample the batch of ``step``.
+        """Sample the batch for ``step``.
 
-        Raises ConfigError if a node is repeated, or a function of the user returned an unusable value, and
+        Raises ConfigError if a node is repeated or a user's function returned an unusable value. Raises
         PeerError if another rank is dead or silent.
         """
 
@@ -325,7 +325,7 @@ class Stages(ABC, Generic[B]):
         """Build the batch in host memory, and wait for the requested rows."""
 
     def move(self, batch: B, step: int) -> None:
-        """Begin to copy the batch to the device of the loader."""
+        """Begin to copy the batch to the loader's device."""
 
     def complete(self, batch: B) -> B:
         self.fetch(batch)
@@ -333,11 +333,11 @@ class Stages(ABC, Generic[B]):
         return batch
 
     def make(self, step: int) -> B:
-        """Return the batch of ``step`` in host memory."""
+        """Return the batch for ``step`` in host memory."""
         return self.complete(self.sample(step))
 
     def make_on_device(self, step: int) -> B:
-        """Return the batch of ``step`` on the device of the loader. An error stops all other batches."""
+        """Return the batch for ``step`` on the loader's device. An error stops all other batches."""
         try:
             batch = self.make(step)
             self.move(batch, step)
@@ -347,10 +347,10 @@ class Stages(ABC, Generic[B]):
         return batch
 
     def fail(self, error: BaseException) -> None:
-        """Stop the stages of all other batches, because one batch failed with ``error``."""
+        """Stop the stages for all other batches, because one batch failed with ``error``."""
 
     def close(self) -> None:
-        """Release resources at the end of the iteration."""
+        """Release resources when the iteration ends."""
 
     def span(self, name: str, step: int) -> AbstractContextManager[None]:
         """Record how long a ``with`` block takes, as a span of the batch for ``step``."""
@@ -358,7 +358,7 @@ class Stages(ABC, Generic[B]):
 
 
 class Maker(Stages[B], Generic[K, B]):
-    """The stages of a loader of items. Every epoch uses a copy of the loader's maker."""
+    """Stages for a loader that batches items. Every epoch uses a copy of the loader's maker."""
 
     get_items: Callable[[int], Mapping[K, Any]]
     loader: StepLoader[K, B, Any]
@@ -374,7 +374,7 @@ class Maker(Stages[B], Generic[K, B]):
 
     @abstractmethod
     def sample_items(self, items: Mapping[K, Any], epoch: int, *, step: int) -> B:
-        """Sample the batch of ``items``, a mapping from type to (n,) int64 distinct ids. n may be 0."""
+        """Sample the batch for ``items``, a mapping from type to (n,) int64 distinct ids. n may be 0."""
 
     def sample(self, step: int) -> B:
         return self.sample_items(self.get_items(step), self.epoch, step=step)
@@ -400,11 +400,11 @@ class Maker(Stages[B], Generic[K, B]):
 
     @abstractmethod
     def deliver(self, batch: B, share: StepShare) -> Any:
-        """Return the batch for the consumer, stamped with ``share``. Runs on the thread of the consumer."""
+        """Return the batch for the consumer, stamped with ``share``. Runs on the consumer's thread."""
 
     @abstractmethod
     def offline(self) -> Maker[K, B]:
-        """Return a maker that builds the batches of any rank, without columns or requests to other servers.
+        """Return a maker that builds any rank's batches, without columns or requests to other servers.
 
         Raises ConfigError if draws need another server, or do not depend only on seed, epoch, step and ids.
         """
@@ -419,15 +419,15 @@ class LoaderTimes:
     """Seconds since the last reset, summed over the yielded batches."""
 
     sample_s: float = 0.0
-    """Seconds of sampling and building blocks, including local features if the sampler fetches them."""
+    """Sampling and block building, including local features if the sampler fetches them."""
     fetch_s: float = 0.0
-    """Seconds of fetching columns and of starting copies to a device."""
+    """Fetching columns and starting copies to a device."""
     wait_s: float = 0.0
-    """Seconds that the consumer waited."""
+    """Waiting, on the consumer's side."""
 
 
 WRAPPED_MODELS: WeakSet[nn.Module] = WeakSet()
-"""Models of this process that train together with the other ranks."""
+"""Models in this process that train together with the other ranks."""
 _CHECKED_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 """Optimizers that are known to train a wrapped model."""
 
@@ -462,12 +462,12 @@ def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
 STEPS_BETWEEN_CHECKS = 32
 """Minimum number of steps until the ranks compare their replicated weights again."""
 EARLY_CHECKS = (2, 4, 8, 16)
-"""Steps of an optimizer at which the weights are compared too, so that short loops are checked."""
+"""Optimizer steps after which the weights are compared too, so that short loops are checked."""
 _STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class StepCheck:
-    """Hook of optimizer steps within an iteration. It refuses unwrapped models and ranks that train apart."""
+    """Hook on optimizer steps during an iteration. It refuses unwrapped models and ranks that train apart."""
 
     def __init__(self, session: Session, *, compares_weights: bool) -> None:
         self._session = session
@@ -479,7 +479,7 @@ class StepCheck:
         step_number = _STEPS_TAKEN.get(optimizer, 0) + 1
         _STEPS_TAKEN[optimizer] = step_number
 
-        # In an iteration that compares weights, the first step of each optimizer does it.
+        # In an iteration that compares weights, each optimizer's first step does it.
         is_first = self._compares_weights and not any(optimizer is other for other in self._compared)
         if is_first:
             self._compared.append(optimizer)
@@ -490,8 +490,8 @@ class StepCheck:
 def _find_replicated(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the replicated weights that ``optimizer`` trains, by name.
 
-    If two wrapped models have a weight of the same name, the position of the second weight in the optimizer
-    is appended to its name.
+    If two wrapped models have a weight with the same name, the second weight's name ends with its position in
+    the optimizer.
     """
     names: dict[int, str] = {}
     model: Any
@@ -514,12 +514,12 @@ def _find_replicated(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 class EpochLoader(ABC, Generic[B, T]):
-    """Yields the batches of an epoch, which threads prefetch. Each iteration is the next epoch.
+    """Yields the batches in an epoch, which threads prefetch. Each iteration is the next epoch.
 
     Args:
-        seed: Seed of all draws.
-        depth: Number of prefetched batches.
-        num_threads: Number of threads that make batches. With 0, the thread of the consumer makes them.
+        seed: Seed for all draws.
+        depth: Number of batches to prefetch.
+        num_threads: Number of threads that make batches. With 0, the consumer's thread makes them.
     """
 
     checks_training = True
@@ -535,9 +535,9 @@ class EpochLoader(ABC, Generic[B, T]):
         self._has_started = False
         self._end_step: int | None = None
         self.first_number = 0
-        """Step number of the first step, which keys dropout. Change it if each epoch has a new loader."""
+        """Number of the first step. Step numbers key dropout. Change this if each epoch has a new loader."""
         self.mark: Callable[[Any], Any] | None = None
-        """Function that replaces the first batch by one with marked ids, and is then removed."""
+        """Function that replaces the first batch by one with marked ids. It runs once."""
         self._times = LoaderTimes()
         self._waited_s = 0.0
         self._running_epoch: weakref.ref[Generator[T, None, None]] | None = None
@@ -545,23 +545,23 @@ class EpochLoader(ABC, Generic[B, T]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same on every rank."""
+        """Return the number of steps per epoch, the same on every rank."""
 
     @abstractmethod
     def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> Stages[B]:
-        """Return the stages for ``steps`` of ``epoch``. Every iteration calls this first."""
+        """Return the stages for ``steps`` in ``epoch``. Every iteration calls this first."""
 
     @abstractmethod
     def deliver(self, step: int, batch: B) -> T:
-        """Return the batch for the consumer, on its device. Sets the session's share of the step."""
+        """Return the batch for the consumer, on its device. Sets the session's share for the step."""
 
     def span(self, name: str, epoch: int, step: int, row: str = LOADER) -> AbstractContextManager[None]:
-        """Record the time of a ``with`` block as a span of a batch, if a trace is on."""
+        """Record how long a ``with`` block takes, as a span of a batch, if a trace is on."""
         timeline = self._session.timeline
         return timeline.span(name, row, epoch * len(self) + step) if timeline.on else nullcontext()
 
     def check_end(self) -> None:
-        """Raise ConfigError if the loop has used the last batch of an epoch in a wrong way."""
+        """Raise ConfigError if the loop has misused the last batch in an epoch."""
 
     def wrap_batches(self, batches: Iterator[B]) -> Iterator[B]:
         """Return the prefetched batches. A subclass can look at the next batch here."""
@@ -569,7 +569,7 @@ class EpochLoader(ABC, Generic[B, T]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration, or of the next one."""
+        """The current iteration's epoch, or the next one if none is running."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -584,7 +584,7 @@ class EpochLoader(ABC, Generic[B, T]):
         return {"epoch": self._epoch, "step": self._next_step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume after the position ``state``. The next iteration yields the remaining batches of its epoch.
+        """Resume after the position ``state``. The next iteration yields the epoch's remaining batches.
 
         Raises CheckpointError if ``state`` is not a position of a loader with this seed and number of steps.
         """
@@ -594,7 +594,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self._has_started = False
 
     def end_at(self, step: int | None) -> None:
-        """End the current or next iteration after ``step`` steps of its epoch.
+        """End the current or next iteration after ``step`` steps in its epoch.
 
         The iteration after that continues the epoch. With None, iterations end with the epoch. Every rank
         must call this with the same value.
@@ -615,16 +615,16 @@ class EpochLoader(ABC, Generic[B, T]):
             iterator.close()
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the remaining batches of the current epoch. Breaking out of the loop ends the epoch."""
+        """Yield the batches that remain in the current epoch. Breaking out of the loop ends the epoch."""
         iterator = self._iterate()
         self._running_epoch = weakref.ref(iterator)
         return iterator
 
     def _iterate(self) -> Generator[T, None, None]:
-        """Yield the batches of the epoch from its next step on.
+        """Yield the batches that remain in the epoch.
 
         If the previous loop was left early, this function begins the next epoch. With several ranks, every
-        optimizer step of the loop body is checked. A complete pass over an epoch is reported to the trace.
+        optimizer step in the loop body is checked. A complete pass over an epoch is reported to the trace.
         """
         # The flag is still set if the loop body has left the previous iteration by break or an error.
         if self._has_started:
@@ -677,7 +677,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self.check_end()
 
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
-        """Yield the remaining batches of ``epoch``. Threads prepare them ahead of the consumer."""
+        """Yield the batches that remain in ``epoch``. Threads prepare them ahead of the consumer."""
         stages = self.open_stages(epoch, self._iterate_steps)
         make = stages.make_on_device
         depth = self.depth
@@ -691,7 +691,7 @@ class EpochLoader(ABC, Generic[B, T]):
             stages.close()
 
     def _prefetch_in_order(self, stages: Stages[B]) -> Generator[B, None, None]:
-        """Yield the batches of ``stages`` that reserve rows of a cache.
+        """Yield batches in order, for stages that reserve rows in a cache.
 
         Several threads sample batches. But each batch changes the cached rows that the next batch finds.
         Therefore, rows are fetched and batches are built one after the other.
@@ -709,13 +709,13 @@ class EpochLoader(ABC, Generic[B, T]):
         with closing(samples), closing(fetched_batches):
 
             def build_next(step: int) -> B:
-                # Batches are yielded in the order of the steps, so the next one is the batch of `step`.
+                # Batches are yielded in step order, so the next one is the batch for `step`.
                 batch = next(fetched_batches)
                 stages.build(batch)
                 stages.move(batch, step)
                 return batch
 
-            # With 0 threads, the thread of the consumer builds the batches.
+            # With 0 threads, the consumer's thread builds the batches.
             num_builders = min(1, num_threads)
             steps = self._iterate_steps()
             yield from run_ahead(build_next, steps, depth=depth, num_threads=num_builders)
@@ -728,7 +728,7 @@ class EpochLoader(ABC, Generic[B, T]):
             step += 1
 
     def _deliver_next(self, step: int, batches: Iterator[B]) -> T:
-        """Wait for the batch of ``step``, deliver it, and add its times to the totals.
+        """Wait for the batch for ``step``, deliver it, and add its times to the totals.
 
         A checkpoint that is saved after this call continues with the step after ``step``.
         """
@@ -736,7 +736,7 @@ class EpochLoader(ABC, Generic[B, T]):
         with self.span(f"{WAIT} for a batch", self._epoch, step, row=COMPUTE):
             batch = next(batches)
 
-        # Read the times first, because a delivered batch may be of another class.
+        # Read the times first, because a delivered batch may have another class.
         sample_s = batch.sample_s
         fetch_s = batch.fetch_s
         delivered = self.deliver(step, batch)
@@ -753,7 +753,7 @@ class EpochLoader(ABC, Generic[B, T]):
 
 
 class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
-    """Yields batches of this rank's items, in the same number of steps on every rank.
+    """Yields batches from this rank's items, in the same number of steps on every rank.
 
     The constructor is collective, and iteration is not. A rank that has run out of ``items`` gets empty
     batches. Raises ConfigError if the ranks differ in ``batch_size`` or ``drop_last``, and PeerError if a
@@ -782,12 +782,12 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_epoch_targets(self) -> tuple[int, int]:
-        """Number of targets in an epoch as (number on this rank, number on all ranks)."""
+        """Targets per epoch, as (count on this rank, count on all ranks)."""
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
 
     def offline(self) -> Callable[[Mapping[K, Any], int, int], B]:
-        """Return a thread-safe function from (items, epoch, step) to this batch of any rank."""
+        """Return a thread-safe function from (items, epoch, step) to a batch of any rank."""
         maker = self._maker.offline()
         return lambda items, epoch, step: maker.complete(maker.sample_items(items, epoch, step=step))
 
@@ -802,7 +802,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def order_items(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
-        """Return a function from step to the items of a rank, by default of this rank."""
+        """Return a function from a step to the items that a rank uses in it. The default is this rank."""
         rank_items = self.items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
         order = rank_items.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
@@ -825,7 +825,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
 
 def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
-    """Raise CheckpointError unless ``state`` is a position of a loader with this seed and number of steps."""
+    """Raise CheckpointError if ``state`` comes from a loader with another seed or step count."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{state!r} is not a position of a loader. Pass the result of state_dict().")
     for name in ("epoch", "step", "seed"):
@@ -850,10 +850,10 @@ def resolve_seed(options: LoaderOptions, session: Session) -> int:
 
 
 def gather_counts(counts: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
-    """Return the ``counts`` of all W ranks as a (W, n) int64 array, in the order of ranks.
+    """Return the counts that all W ranks pass, as a (W, n) int64 array in rank order.
 
-    Every rank must call this with the same number n of counts. Raises ConfigError if ``batch_size`` or
-    ``drop_last`` differs between ranks.
+    Every rank must call this with the same length n. Raises ConfigError if ``batch_size`` or ``drop_last``
+    differs between ranks.
     """
     # The two options follow the counts, so that one message carries everything.
     rows = gather_int64([*counts, batch_size, int(drop_last)], session)
@@ -864,7 +864,7 @@ def gather_counts(counts: Sequence[int], batch_size: int, drop_last: bool, sessi
 
 
 def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
-    """Return the number of items of each rank. Every rank must call this.
+    """Return how many items each rank has. Every rank must call this.
 
     Warns the user if all ranks have the same items, because an epoch would then use each item several times.
     """

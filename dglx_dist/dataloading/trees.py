@@ -1,6 +1,6 @@
 """Sampling with a tree for each seed, with or without times. The design is in :mod:`dglx_dist.data.times`.
 
-A row of a batch is a pair of node and tree. Trees share no rows, so a node that two trees reach has two rows.
+A row in a batch is a pair (node, tree). Trees share no rows, so a node that two trees reach has two rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_POSITIONS: Array = np.empty(0, np.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class TreeRule:
-    """How the in-edges of a row are drawn."""
+    """Rule for drawing a row's in-edges."""
 
     replace: bool = False
     """Whether an edge may be drawn more than once."""
@@ -48,7 +48,7 @@ class TreeRule:
 
 
 class _TimedCsc(NamedTuple):
-    """In-edges of one shard. Without times, ``positions`` and ``keys`` are empty."""
+    """In-edges in one shard. Without times, ``positions`` and ``keys`` are empty."""
 
     indptr: Array
     indices: Array
@@ -60,7 +60,7 @@ class _TimedCsc(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _find_first_above(keys: Array, firsts: Array, lasts: Array, bounds: Array, out: Array) -> None:
-    """Write for each row the first position in [first, last) of a key above its bound, or ``last``."""
+    """For each row, find the first position in [first, last) with a key above its bound, or ``last``."""
     for i in range(len(firsts)):
         first = firsts[i]
         last = lasts[i]
@@ -79,8 +79,8 @@ def _find_first_above(keys: Array, firsts: Array, lasts: Array, bounds: Array, o
 
 @njit(cache=True, nogil=True)
 def _find_ranges(csc: _TimedCsc, rows: Array, firsts: Array, lasts: Array) -> None:
-    """Write the first and last position, in the order of times, of the edges that each row may draw."""
-    # Arrays are read from their tuple before the loops, because each access would count a reference.
+    """Write each row's range of drawable edges: the first and the last position in time order."""
+    # Take the arrays out of their tuple before the loops. Each access would count a reference.
     indptr = csc.indptr
     nodes = rows[0]
     for i in range(len(nodes)):
@@ -96,7 +96,7 @@ def _find_ranges(csc: _TimedCsc, rows: Array, firsts: Array, lasts: Array) -> No
 
 @njit(cache=True, nogil=True)
 def _has_excluded(csc: _TimedCsc, exclude: Array, node: int) -> bool:
-    """Return whether an in-edge of ``node`` is among the ascending ids ``exclude``."""
+    """Return whether ``exclude``, ascending, contains an in-edge into ``node``."""
     row = node - csc.first_node
     first = np.searchsorted(exclude, csc.indptr[row] + csc.first_edge)
     return bool(first < len(exclude) and exclude[first] < csc.indptr[row + 1] + csc.first_edge)
@@ -104,7 +104,7 @@ def _has_excluded(csc: _TimedCsc, exclude: Array, node: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _list_candidates(csc: _TimedCsc, exclude: Array, first: int, last: int, out: Array) -> int:
-    """Write the positions in [first, last) of edges that are not excluded to ``out``. Return their number."""
+    """Write the positions in [first, last) that are not excluded to ``out``. Return how many there are."""
     count = 0
     for position in range(first, last):
         edge = position if len(csc.positions) == 0 else csc.positions[position]
@@ -124,7 +124,7 @@ def _draw_positions(
     rule: tuple[bool, bool],
     exclude: Array,
 ) -> tuple[Array, Array]:
-    """Return the (K + 1,) indptr for K rows, and the positions of their drawn in-edges, ordered by time."""
+    """Draw in-edges for K rows. Return the (K + 1,) indptr and the edges' positions, in time order."""
     replace, takes_last = rule
     nodes = rows[0]
     tree_keys = rows[1]
@@ -135,7 +135,7 @@ def _draw_positions(
     for i in range(len(nodes)):
         largest = max(largest, lasts[i] - firsts[i])
 
-    # Count the edges of each row first, so that one array has space for all of them.
+    # Count each row's edges first, so that one array has space for all.
     candidates = np.empty(largest if len(exclude) else 0, np.int64)
     indptr = np.zeros(len(nodes) + 1, np.int64)
     for i in range(len(nodes)):
@@ -174,19 +174,19 @@ def _draw_positions(
 def _draw_rows(
     csc: _TimedCsc, rows: Array, fanout: int, stream: np.uint64, rule: tuple[bool, bool], exclude: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of drawn in-edges of K rows.
+    """Draw in-edges for K rows. Return the (K + 1,) indptr, sources and global edge ids, all int64.
 
     Args:
-        rows: (C, K) int64: nodes, keys of their trees, and with times the largest and smallest key of times.
+        rows: (C, K) int64: nodes, tree keys, and with times the largest and the smallest time key.
         fanout: Edges per row; -1 for all.
         rule: Whether edges may be repeated, and whether the last ones are taken.
-        exclude: (X,) ascending ids of edges that are not drawn.
+        exclude: (X,) ascending edge ids that are not drawn.
     """
     indptr, edges = _draw_positions(csc, rows, fanout, stream, rule, exclude)
     sources = np.empty(len(edges), np.int64)
     positions = csc.positions
     indices = csc.indices
-    # In separate loops, the processor reads many edges at once.
+    # With separate loops, the processor reads many edges at once.
     if len(positions):
         for i in range(len(edges)):
             edges[i] = positions[np.uint64(edges[i])]
@@ -197,9 +197,9 @@ def _draw_rows(
 
 
 def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder] | None) -> Draw:
-    """Return the function by which a server draws in-edges of rows. A request adds to the excluded edges.
+    """Return the function by which a server draws in-edges for rows. A request adds to the excluded edges.
 
-    ``orders`` maps the first node of a shard to its order by time. It is None for a type without times.
+    ``orders`` maps a shard's first node to the shard's order by time. It is None for a type without times.
     """
 
     # Each row has a node and a tree. With times it also has a time, and with a window the smallest time.
@@ -220,7 +220,7 @@ def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder
             keys = order.keys
         csc = _TimedCsc(shard.indptr, shard.indices, positions, keys, shard.first_node, shard.first_edge)
 
-        # Edges of types without times have no order, so they are drawn uniformly.
+        # Edge types without times have no order, so their edges are drawn uniformly.
         takes_last = rule.takes_last and orders is not None
         hop = json.loads(parameters)
         indptr, sources, edge_ids = _draw_rows(
@@ -238,37 +238,37 @@ def make_row_draw(rule: TreeRule, exclude: Array, orders: Mapping[int, TimeOrder
 
 @njit(cache=True, nogil=True)
 def make_tree_keys(seeds: Array, times: Array, first_key: int, out: Array) -> None:
-    """Write the key of the draws of each tree to ``out``, from its seed and its time, if there are times."""
+    """Write each tree's key for draws to ``out``. It is made from the tree's seed, and its time if any."""
     for i in range(len(seeds)):
         key = mix(np.uint64(seeds[i] + first_key))
-        # The time is not hashed before, because seed 3 at time 5 would have the key of seed 5 at time 3.
+        # The time is not hashed before, because seed 3 at time 5 would have the same key as seed 5 at time 3.
         out[i] = np.int64(mix(key ^ np.uint64(times[i])) if len(times) else key)
 
 
 @njit(cache=True, nogil=True)
 def hash_rows(tree_keys: Array, trees: Array, nodes: Array) -> Array:
-    """Return (n,) int64 ids of the rows of a batch, which depend only on seed, time and node."""
+    """Return (n,) int64 ids for a batch's rows, which depend only on seed, time and node."""
     out = np.empty(len(nodes), np.int64)
     for i in range(len(nodes)):
-        # The key is hashed once more. Otherwise node 5 in the tree of 3 would have the same id as node 3 in
-        # the tree of 5.
+        # The key is hashed once more. Otherwise node 5 in seed 3's tree would have the same id as node 3 in
+        # seed 5's tree.
         tree_key = mix(np.uint64(tree_keys[trees[i]]))
         out[i] = np.int64(item_key(tree_key, nodes[i]) >> np.uint64(1))
     return out
 
 
 class TreeRows(NamedTuple):
-    """Rows for one node type in a batch: pairs of node and tree."""
+    """A batch's rows for one node type: pairs (node, tree)."""
 
     nodes: Array
     """(n,) int64 global ids."""
     trees: Array
-    """(n,) int64 trees, by position of the seed in the batch."""
+    """(n,) int64 trees. A tree's number is its seed's position in the batch."""
 
 
 @njit(cache=True, nogil=True)
 def _find_tree_starts(trees: Array, num_trees: int) -> Array:
-    """Return (S, num_trees + 1) int64 starts of each tree in each of the S ascending runs of ``trees``."""
+    """Find where each tree starts in each of the S ascending runs. Return (S, num_trees + 1) int64."""
     num_runs = 1
     for i in range(1, len(trees)):
         num_runs += trees[i] < trees[i - 1]
@@ -277,7 +277,7 @@ def _find_tree_starts(trees: Array, num_trees: int) -> Array:
     run = 0
     next_tree = 0
     for i in range(len(trees)):
-        # A smaller tree begins a new run. The trees after the last one of the old run are empty.
+        # A smaller tree begins a new run. The trees after the old run's last one are empty.
         if i and trees[i] < trees[i - 1]:
             starts[run, next_tree:] = i
             run += 1
@@ -292,7 +292,7 @@ def _find_tree_starts(trees: Array, num_trees: int) -> Array:
 
 @njit(cache=True, nogil=True)
 def _find_largest_tree(row_starts: Array, edge_starts: Array, indptr: Array) -> int:
-    """Return the largest number of rows and edges of a tree."""
+    """Return the maximum number of rows and edges that a tree has."""
     largest = 0
     for tree in range(row_starts.shape[1] - 1):
         size = 0
@@ -308,16 +308,16 @@ def _find_largest_tree(row_starts: Array, edge_starts: Array, indptr: Array) -> 
 def _number_sources(
     rows: TreeRows, destination_trees: Array, indptr: Array, sources: Array, num_trees: int
 ) -> tuple[Array, TreeRows]:
-    """Number the sources of drawn edges among the rows of their node type.
+    """Number the sources of drawn edges among the rows for their node type.
 
     Args:
         rows: The rows so far, which are distinct.
-        destination_trees: (K,) trees of the rows that edges were drawn for.
-        indptr: (K + 1,) row starts of the edges.
+        destination_trees: (K,) trees for the rows that edges were drawn for.
+        indptr: (K + 1,) row starts in the edges.
         sources: (E,) nodes.
 
     Returns:
-        The (E,) number of each source, and the rows. New rows come after ``rows``, tree by tree.
+        The (E,) row number for each source, and the rows. New rows come after ``rows``, tree by tree.
     """
     num_rows = len(rows.nodes)
     nodes = grow_array(rows.nodes, num_rows, num_rows + len(sources))
@@ -325,7 +325,7 @@ def _number_sources(
     row_starts = _find_tree_starts(rows.trees, num_trees)
     edge_starts = _find_tree_starts(destination_trees, num_trees)
 
-    # The table of a tree is small enough for the processor's cache, unlike a table of the batch.
+    # A table for one tree fits the processor's cache, unlike a table for the whole batch.
     num_slots = 2 * _find_largest_tree(row_starts, edge_starts, indptr)
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), num_slots)
     slots = table.slots
@@ -333,7 +333,7 @@ def _number_sources(
     numbers_in_table = np.empty(len(slots), np.int64)
     numbers = np.empty(len(sources), np.int64)
     for tree in range(num_trees):
-        # Entries of earlier trees are smaller than the base of this table, so they count as free.
+        # Entries from earlier trees are smaller than this table's base, so they count as free.
         tree_table = NodeTable(slots, keys, tree + 1)
         for run in range(len(row_starts)):
             for number in range(row_starts[run, tree], row_starts[run, tree + 1]):
@@ -363,7 +363,8 @@ class TreeSource:
     For each hop and edge type, it makes one compiled call for local rows. For each remote row it sends 16
     bytes without times, 24 with times and 32 with a window. It receives 8 bytes per row and 16 per edge. A
     request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
-    :func:`make_row_draw`, by the rule of the loader without the exclusions of single batches.
+    :func:`make_row_draw`. Its rule leaves out the edges that the loader excludes, but not those that single
+    batches exclude.
     """
 
     def __init__(self, schema: Schema, structures: Sequence[Structure], op: str, rule: TreeRule) -> None:
@@ -381,14 +382,14 @@ class TreeSource:
 
         Args:
             exclude: Ascending edge ids by type that only this batch excludes.
-            times: (B,) int64 keys of the times of the seeds, if the trees have times.
+            times: (B,) int64 time keys of the seeds, if the trees have times.
 
         Returns:
-            The batch, the (n,) int64 tree of each of its nodes, and the (B,) int64 keys of the trees.
+            The batch, the (n,) int64 tree that each node belongs to, and the (B,) int64 keys of the trees.
         """
         num_trees = len(request.seeds)
         tree_keys = np.empty(num_trees, np.int64)
-        # The rows of each node type. Each seed is the first row of its tree.
+        # Rows by node type. Each seed is the first row in its tree.
         rows: list[TreeRows] = []
         for (first, last), first_key in zip(pairwise(request.seed_ends), self._schema.offsets, strict=False):
             seeds = request.seeds[first:last]
@@ -432,7 +433,7 @@ class TreeSource:
         return batch, node_trees, tree_keys
 
     def _make_columns(self, tree_keys: Array, times: Array) -> Array:
-        """Return (C - 1, B) int64 values of each tree that its rows send, see :func:`_draw_rows`."""
+        """Return (C - 1, B) int64 values that a tree's rows send, see :func:`_draw_rows`."""
         columns = [tree_keys]
         if self.rule.dtype is not None:
             columns.append(times)
@@ -448,7 +449,7 @@ class TreeSource:
         hop: int,
         rows: Sequence[TreeRows],
     ) -> list[InEdges]:
-        """Return the in-edges of one hop by edge type, for the ``rows`` of each node type.
+        """Draw one hop. Return the in-edges by edge type, for the ``rows`` by node type.
 
         Requests for all edge types are sent before the first answer is awaited.
         """

@@ -44,7 +44,7 @@ def compute_access_probability(
     fanouts: Sequence[Mapping[EdgeType, int]],
     batch_size: int,
 ) -> dict[str, Array]:
-    """Return the probability that a batch of a rank needs each node as an input (SALIENT++, section 3.2).
+    """Return how probably a rank's batch needs each node as an input (SALIENT++, section 3.2).
 
     A seed is in a batch with p_0 = batch size / number of seeds. A node u in the batch draws k of its deg(u)
     in-edges at each later hop, as in DGL's blocks. Hops 1 to h miss an edge v -> u with probability
@@ -55,16 +55,16 @@ def compute_access_probability(
 
         q_h(v) = 1 - (1 - p_0(v)) * product over the edges v -> u of m_h(v -> u),
 
-    assuming independent edges of all types. For the nodes that join at the previous hop, this is p_h(v) of
-    the paper, 1 - prod (1 - min(1, k / deg(u)) p_{h-1}(u)). The cost is O(edges) per hop.
+    assuming that all edges are independent. For the nodes that join at the previous hop, this is the paper's
+    p_h(v), 1 - prod (1 - min(1, k / deg(u)) p_{h-1}(u)). The cost is O(edges) per hop.
 
     Args:
         shards: Edge type to its complete structure.
-        num_nodes: Node type to its number of nodes N.
+        num_nodes: Node type to its node count N.
         seeds: Node type to the (T,) int64 distinct ids that the rank trains on.
         fanouts: Edge type to k, one mapping per layer, input-most first as in the samplers. -1 draws all
             edges.
-        batch_size: Number of seeds of all types in one batch.
+        batch_size: Number of seeds in one batch, over all types.
     """
     num_seeds = sum(len(ids) for ids in seeds.values())
     seed_probability = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
@@ -91,21 +91,21 @@ def compute_access_probability(
 
 
 class _Frontier(NamedTuple):
-    """The destinations of an edge type before a hop, each (N,) float64."""
+    """State of an edge type's destinations before a hop, each (N,) float64."""
 
     in_batch: Array
-    """Probability of being in the batch."""
+    """Probability that the node is in the batch."""
     joined_last: Array
-    """Probability of having joined at the previous hop."""
+    """Probability that it joined at the previous hop."""
     not_drawn: Array
-    """Probability of having joined earlier without drawing a given in-edge so far. The hop updates it."""
+    """Probability that it joined earlier and has not drawn a given in-edge so far. The hop updates it."""
 
 
 def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) -> Array:
-    """Return the (C,) int64 ids of the rows with the highest (N,) scores, ascending. C is at most ``budget``.
+    """Return the (C,) int64 ids with the highest (N,) scores, ascending. C is at most ``budget``.
 
-    Rows with score 0 and rows of the local server, the ids of ``local_range`` (first, end), are left out. Of
-    equal scores, the smaller ids are chosen.
+    Rows with score 0 and the local server's rows are left out. ``local_range`` holds the local ids as (first,
+    end). If scores are equal, the smaller ids are chosen.
     """
     remote_scores = scores.copy()
     remote_scores[local_range[0] : local_range[1]] = 0
@@ -122,7 +122,7 @@ def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) ->
 
 
 def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached_ids: Array) -> float | None:
-    """Return the share of cached rows in the sum of remote scores, or None if all remote scores are 0."""
+    """Return the cached rows' share in all remote scores, or None if all remote scores are 0."""
     first, end = local_range
     remote_sum = float(scores[:first].sum() + scores[end:].sum())
     return float(scores[cached_ids].sum()) / remote_sum if remote_sum > 0 else None
@@ -132,7 +132,7 @@ def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached_ids: Ar
 def _add_log_missed(
     indptr: Array, indices: Array, first_node: int, frontier: _Frontier, fanout: int, log_missed: Array
 ) -> None:
-    """Add the log of the probability that no edge of v has been drawn so far to ``log_missed[v]``."""
+    """Add to ``log_missed[v]`` the log of the probability that no edge from v has been drawn so far."""
     in_batch, joined_last, not_drawn = frontier
     for row in range(len(indptr) - 1):
         node = first_node + row
@@ -149,30 +149,30 @@ def _add_log_missed(
 
 LOOK_AHEAD = "lookahead"
 PHASE_ROW_CACHE = "cache"
-"""Ledger phase of filling caches."""
+"""Ledger phase for filling caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Result of ``g.cache_rows``: the cache of one column."""
+    """Result of ``g.cache_rows``: one column's cache."""
 
     policy: str
     rows: int
-    """Number of rows of other servers that the server keeps. With ``lookahead``, the maximum number of rows
-    that this rank keeps."""
+    """How many rows from other servers the server keeps. With ``lookahead``, the maximum for this rank."""
     bytes: int
-    """Size in bytes of these rows and of their lookup table. The table of ``lookahead`` grows with the
-    batches that it knows."""
+    """Size in bytes, with the lookup table. With ``lookahead``, the table grows with the batches that are
+    known.
+    """
     expected_hit_rate: float | None
-    """Share of hits among remote rows that the model of the policy predicts, or None if it has no model."""
+    """Share of hits among remote rows that the policy's model predicts, or None if it has no model."""
 
 
 def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> RowCache:
-    """Fetch rows of other servers into memory that the ranks of this server share. Every rank must call this.
+    """Fetch rows from other servers into memory that this server's ranks share. Every rank must call this.
 
     Args:
-        file_name: Prefix of unused names of shared memory.
-        ids: (C,) int64 distinct ids to keep. Only the first rank of each server needs to pass them.
+        file_name: Prefix for unused names in shared memory.
+        ids: (C,) int64 distinct ids to keep. Only the first rank on each server needs to pass them.
     """
     session = store.session
     leader = session.topology.ranks_of_server(session.topology.server)[0]
@@ -235,7 +235,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """Arguments of ``g.cache_rows``."""
+    """Arguments that ``g.cache_rows`` received."""
 
     name: str
     ntype: str
@@ -273,7 +273,7 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
-    """Keep the rows of other servers that batches need most. Every rank passes the same request."""
+    """Keep those rows from other servers that batches need most. Every rank passes the same request."""
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
@@ -308,15 +308,18 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 
 
 def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
-    """Return how many rows each rank of the server of ``local_range`` keeps at most with ``lookahead``."""
+    """Return the maximum number of rows that each rank on a server keeps with ``lookahead``.
+
+    ``local_range`` are the server's rows.
+    """
     num_local_rows = local_range[1] - local_range[0]
     return min(int(alpha * num_local_rows) // num_ranks, num_rows - num_local_rows)
 
 
 def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: tuple[int, int]) -> CachePlan:
-    """Give each rank its own space for rows of announced batches. Every rank must call it.
+    """Give each rank its own space for rows in announced batches. Every rank must call it.
 
-    Raises ConfigError on all ranks if the space of a server does not fit in its free memory.
+    Raises ConfigError on all ranks if a server's space does not fit in its free memory.
     """
     topology = store.session.topology
     max_rows = []
@@ -359,12 +362,12 @@ def _find_column(g: OpenedGraph, request: CacheRequest) -> Column:
 
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return the (N,) number of out-edges of each row. Ranks that do not choose rows may return (0,)."""
+    """Count the out-edges at each row, as (N,). Ranks that do not choose rows may return (0,)."""
     is_leader = g.session.topology.local_rank == 0
     total = np.zeros(0, np.int64)
     for etype in _select_etypes_from(g, request.ntype):
         structure = g.structure(etype)
-        # One rank of each server counts the edges that the server holds.
+        # One rank per server counts the edges that the server holds.
         counts = count_sources(structure.shards if is_leader else (), structure.num_sources)
         if not structure.is_replicated:
             tensor = torch.from_numpy(counts)
@@ -393,13 +396,13 @@ def _count_halo_edges(g: OpenedGraph, ntype: str) -> Array:
 
 
 def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
-    """Return how many ranks of the server need each row per step on average, in memory that they share."""
+    """Return how many ranks on the server need each row per step on average, in memory that they share."""
     rank_scores = run_on_all_ranks(g.session, lambda: _compute_local_access(g, request), ConfigError)
     info = ColumnInfo(dtype="float64", row_shape=())
     total = map_shared_rows(g.session, file_name, len(rank_scores), info)
     topology = g.session.topology
     max_ranks = max(len(topology.ranks_of_server(server)) for server in range(topology.num_servers))
-    # The ranks of a server add one after the other. All servers take part in the same number of barriers.
+    # A server's ranks add one after the other. All servers take part in the same number of barriers.
     for local_rank in range(max_ranks):
         if topology.local_rank == local_rank:
             total += rank_scores
@@ -408,7 +411,7 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
 
 
 def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
-    """Return the probability that a batch of this rank needs each row. Not collective."""
+    """Return how probably this rank's batch needs each row. Not collective."""
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(
@@ -431,7 +434,7 @@ def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
 
 
 def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
-    """Return the training nodes of this rank by node type: the request's seeds, or those of the mask."""
+    """Return this rank's training nodes by node type: the request's seeds, or those that the mask marks."""
     if request.seeds is not None:
         num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
         try:

@@ -36,15 +36,16 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Function from (rows of the local server (n, *row), (k,) int64 row indices) to values (k, *row)."""
+"""Function from (the local server's rows (n, *row), (k,) int64 row indices) to values (k, *row)."""
 
 PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""Function of (rows of the local server (n, *row), (k,) int64 indices, values (k, *row)) that changes
-rows."""
+"""Function that changes rows. Its arguments are the local server's rows (n, *row), (k,) int64 indices, and
+values (k, *row).
+"""
 
 
 PendingPull: TypeAlias = Callable[[], Tensor]
-"""Function that waits for the rows of :meth:`KVStore.submit_pull`."""
+"""Function that waits for the rows that :meth:`KVStore.submit_pull` requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Shard:
     """Rows with consecutive ids in this server's memory."""
 
     first: int
-    """Id of the first row."""
+    """First row's id."""
     rows: Array
     """(n, *row) rows in C order. bfloat16 is stored as uint16."""
     on_disk: bool = False
@@ -61,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowCache:
-    """Some rows of one column. Immutable."""
+    """Copies of some rows from one column. Immutable."""
 
     table: SlotTable
     """Table that maps a row's id to its slot."""
@@ -79,12 +80,12 @@ _DIRECT_IDS = 1 << 20
 
 
 Ask: TypeAlias = Callable[[RemotePlan], Sequence[tuple[Pending, int, int]]]
-"""Function that requests a plan's ids. Returns (reply, first slot, end slot) for each message."""
+"""Function that requests a plan's ids. Returns (reply, first slot, end slot) per message."""
 
 
 @final
 class JointRequest:
-    """A request for the rows that several pulls miss: one message per server, with the ids in order.
+    """A request for the rows that several pulls miss, as one message per server with sorted ids.
 
     The request is sent when it is full, when all replies to the ``previous`` request have arrived, or when a
     pull waits for rows. The slower the link, the more pulls share a message. Not thread-safe.
@@ -97,8 +98,8 @@ class JointRequest:
         self._previous_replies = previous
         self._plans: list[RemotePlan] = []
         self._replies: Sequence[tuple[Pending, int, int]] = ()
-        # Requested rows are sorted by id. For the rows of all plans, in the order in which they were added,
-        # this has their indices among the sorted rows.
+        # Requested rows are sorted by id. This array lists all plans' rows in the order in which they were
+        # added, and has each row's index among the sorted rows.
         self._row_indices: Array = np.empty(0, np.int64)
 
     def add(self, plan: RemotePlan, max_rows: int) -> None:
@@ -111,13 +112,14 @@ class JointRequest:
     def send(self) -> Sequence[tuple[Pending, int, int]]:
         """Send the request, unless it is sent already.
 
-        Return (reply, first row, end row) for each message. The rows are counted in the order of the ids.
+        Returns:
+            (reply, first row, end row) per message. Rows are counted in id order.
         """
         if self.is_sent:
             return self._replies
         ids = np.concatenate([plan.ids for plan in self._plans])
-        # The ids of one plan are grouped by server already. Those of several plans are sorted, which groups
-        # them by server, because each server has a range of ids.
+        # The ids in one plan are grouped by server already. With several plans, sorting groups them by
+        # server, because each server has one range of ids.
         order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
         self._row_indices = np.empty(len(ids), np.int64)
         self._row_indices[order] = np.arange(len(ids))
@@ -146,7 +148,7 @@ class JointRequest:
 
 @final
 class LookAheadRows:
-    """A rank's copies of remote rows of one column, chosen by the announced batches. Not thread-safe.
+    """Copies of remote rows that a rank keeps for its announced batches, for one column. Not thread-safe.
 
     The rows with the furthest next use are evicted (Belady's MIN). Only one loader at a time may use this
     cache. The loader announces batches in order, and pulls their rows in that order with ``ahead=``. The
@@ -155,7 +157,7 @@ class LookAheadRows:
     Args:
         num_rows: Maximum number C of rows to keep. May be 0.
         local_range: First id and end of the ids that the local server's rows have.
-        num_ids: Number of rows of all servers.
+        num_ids: Number of rows on all servers.
     """
 
     def __init__(self, num_rows: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
@@ -172,7 +174,7 @@ class LookAheadRows:
 
     def _clear_rows(self) -> None:
         """Forget all cached rows and announced batches."""
-        # The table holds the slots of all ids that are announced or cached, or -1 for ids without a slot.
+        # For each announced or cached id, the table holds its slot, or -1 if it has none.
         self.table = _new_table(0)
         if self._num_ids <= _DIRECT_IDS:
             self.table = SlotTable(np.full(self._num_ids, -1, np.int32), np.empty(0, np.int64))
@@ -181,12 +183,12 @@ class LookAheadRows:
         self._ids_by_slot = np.full(len(self.rows), -1, np.int64)
         self._next_use = np.full(len(self.rows), _EMPTY, np.int32)
 
-        # The inputs of all batches are numbered consecutively. `_last_input` has the last input of each table
-        # entry. The ring buffer `_later_use` has, for each announced input, the next step that uses its id.
-        # `_first_inputs` has the first input of each announced batch.
+        # Inputs are numbered consecutively across all batches. `_last_input` has the last input for each
+        # table entry. The ring buffer `_later_use` has, for each announced input, the next step that uses its
+        # id. `_first_inputs` has the first input in each announced batch.
         self._later_use = np.empty(_MIN_ENTRIES, np.int32)
         self._first_inputs: deque[int] = deque()
-        # Number of batches whose rows are chosen, but not copied yet.
+        # Counts batches whose rows are chosen, but not copied yet.
         self._num_unfinished = 0
 
     def _reset_numbers(self) -> None:
@@ -199,7 +201,7 @@ class LookAheadRows:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the rows and of the tables that find and order them."""
+        """Size in bytes: the rows, and the tables that find and order them."""
         uses = self._last_input, self._ids_by_slot, self._next_use, self._later_use
         arrays = (self.rows, *self.table, *uses)
         return sum(array.nbytes for array in arrays)
@@ -236,13 +238,13 @@ class LookAheadRows:
         return self._num_requested >= 2 * self._message_rows
 
     def pull(self, plan: RemotePlan, ask: Ask) -> Callable[[Array], None]:
-        """Request the distinct ids of ``plan``, and choose the rows to keep as in :meth:`admit`.
+        """Request the distinct ids in ``plan``, and choose the rows to keep as in :meth:`admit`.
 
         A message may also contain ids of other batches; see :class:`JointRequest`.
 
         Returns:
-            Function that waits for the rows, copies them to the (K, *row) rows of the batch, and then copies
-            the rows to keep.
+            Function that waits for the rows, copies them to the batch's (K, *row) rows, and then copies the
+            rows to keep.
         """
         joint = self._joint_request
         max_rows = self._message_rows // 2
@@ -256,7 +258,7 @@ class LookAheadRows:
         joint.add(plan, max_rows)
         self._num_requested += len(plan.ids)
 
-        # The choice follows the request, because it may have to wait for the draws of more batches.
+        # The choice follows the request, because it may have to wait until more batches are drawn.
         copy_kept_rows = self.admit(plan)
 
         def finish(rows: Array) -> None:
@@ -270,14 +272,15 @@ class LookAheadRows:
         """Choose the rows to keep after the oldest announced batch.
 
         Announces more batches until a longer look-ahead could not choose better. ``plan`` holds the hits and
-        misses of the oldest batch. Returns a function of its (K, *row) rows that copies the rows to keep.
+        misses in the oldest batch. Returns a function that takes the batch's (K, *row) rows and copies those
+        to keep.
         """
         positions = np.concatenate([plan.hit_positions, plan.positions])
         num_hits = len(plan.hit_positions)
         first_input = self._first_inputs[0]
         end_input = self._first_inputs[1] if len(self._first_inputs) > 1 else self._next_input
         assert len(positions) == end_input - first_input, "the plan is of another batch"
-        # Only inputs of other servers are numbered, so count the remote positions up to each position.
+        # Only inputs on other servers are numbered, so count the remote positions up to each position.
         num_remote_until = np.cumsum(np.bincount(positions))
         inputs = first_input + num_remote_until[positions] - 1
 
@@ -305,11 +308,11 @@ class LookAheadRows:
         return copy_kept_rows
 
     def _reserve_entries(self, num_ids: int) -> None:
-        """Make space for ``num_ids`` further ids in the ring of announced inputs and in the table of ids."""
+        """Make space for ``num_ids`` further ids in the ring buffer and in the id table."""
         first_input, next_input = self._first_inputs[0], self._next_input
         num_inputs = next_input + num_ids - first_input
         if num_inputs > len(self._later_use):
-            # The ring's length is a power of two, so that a mask finds the place of an input.
+            # The ring's length is a power of two, so that a mask finds an input's place.
             old_uses = self._later_use
             inputs = np.arange(first_input, next_input)
             self._later_use = np.empty(1 << num_inputs.bit_length(), np.int32)
@@ -337,20 +340,20 @@ class Column:
     bounds: Array
     """(S + 1,) int64 bounds. Server s owns the ids ``bounds[s]:bounds[s + 1]``."""
     shards: tuple[Shard, ...]
-    """Rows of the local server, in the order of their ids."""
+    """The local server's rows, in id order."""
     writable: bool
     on_read: PullHandler | None = None
     """Function that computes the rows that are read. Only for a tensor in memory."""
     on_push: PushHandler | None = None
     """Function that applies pushed rows."""
     cache: RowCache | None = None
-    """Cached rows of other servers. Only for a column of the dataset."""
+    """Cached rows from other servers. Only for a dataset column."""
     ahead: LookAheadRows | None = None
-    """Cached rows of other servers for the loader that has reserved them. It replaces ``cache``."""
+    """Cached rows from other servers for the loader that has reserved them. It replaces ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Lock that this rank holds while it updates rows that it owns from their old values."""
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """Number of rows that this rank requested, as in :class:`CacheCounts`."""
+    """Counts of the rows that this rank requested: local, hits and misses, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -385,7 +388,7 @@ class Column:
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute_rows(self, handler: PullHandler, ids: Array, out: Array) -> None:
-        """Let ``handler`` compute the rows of local ids. Raise ConfigError if shape or dtype is wrong."""
+        """Let ``handler`` compute the rows for local ids. Raise ConfigError if shape or dtype is wrong."""
         # A tensor in memory has one shard.
         (shard,) = self.shards
         positions = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
@@ -404,7 +407,7 @@ class Column:
         out[positions] = view_as_numpy(values.detach().contiguous())
 
     def find_nonzero(self) -> Iterator[Array]:
-        """Yield an (n, *row) bool array for each shard that marks the values that are not 0."""
+        """Yield one (n, *row) bool array per shard. It marks the values that are not 0."""
         for shard in self.shards:
             rows = shard.rows
             if self.info.dtype == "bfloat16":
@@ -413,15 +416,15 @@ class Column:
             yield rows != 0
 
     def write(self, ids: Array, rows: Array) -> None:
-        """Overwrite the local rows with (K, *row) ``rows``. The last of repeated ids wins."""
+        """Overwrite the local rows with (K, *row) ``rows``. If an id is repeated, the last row wins."""
         for shard in self.shards:
             scatter_rows(rows, shard.rows, shard.first, ids)
 
     def check(self, ids: Array) -> None:
-        """Raise ConfigError if ``ids`` are not (K,) int64, and IndexError if one is no row of this tensor."""
+        """Raise ConfigError unless ``ids`` are (K,) int64, and IndexError if this tensor has no such row."""
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise ConfigError(f"ids must be (K,) int64, not {ids.dtype} of shape {ids.shape}")
-        # Use the user's name of the tensor, which is the last part of the name in the store.
+        # Show the name that the user knows. It is the last part of the store's name.
         check_ids(ids, self.num_rows, repr(self.name.rpartition("~")[2]))
 
     def check_writable(self) -> None:
@@ -434,14 +437,14 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCounts:
-    """Number of rows that this rank requested. Repeated ids count each time."""
+    """Counts of the rows that this rank requested. Repeated ids count each time."""
 
     local: int = 0
-    """Number of rows of the local server."""
+    """Rows on the local server."""
     hits: int = 0
-    """Number of rows of other servers that were in a cache."""
+    """Rows on other servers that were in a cache."""
     misses: int = 0
-    """Number of rows that were requested from other servers."""
+    """Rows that were requested from other servers."""
 
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(**{name: count - getattr(other, name) for name, count in vars(self).items()})
@@ -479,9 +482,9 @@ def _announce(
     input_bounds: tuple[int, int],
     step: int,
 ) -> int:
-    """Register ``ids`` as inputs of the batch ``step``. Return how many of them had no table entry.
+    """Register ``ids`` as inputs of the batch ``step``. Return how many ids had no table entry.
 
-    ``input_bounds`` are the first input of ``ids`` and the first input that is still announced.
+    ``input_bounds`` are the first input for ``ids`` and the first input that is still announced.
     """
     first_input, first_announced = input_bounds
     mask, num_new_ids = len(later_use) - 1, 0
@@ -508,14 +511,15 @@ def _find_cut(next_use: Array, uses: Array, step: int, num_known: int) -> tuple[
     Args:
         next_use: Next uses of the cached rows.
         uses: Next uses of the requested rows.
-        num_known: Number of known batches.
+        step: Step of the oldest announced batch.
+        num_known: How many batches are known.
 
     Returns:
-        Next use at the cut, number of cached and of requested rows with this use that are kept, and whether
+        Next use at the cut, how many cached and how many requested rows with this use are kept, and whether
         announcing more batches could tell the rows at the cut apart.
     """
-    # Count the rows by the number of steps until their next use. The last two counts are those of rows that
-    # no known batch uses, and of slots without a row.
+    # Count the rows by the steps until their next use. The last two counts are for rows that no known batch
+    # uses, and for slots without a row.
     num_cached, num_missed = np.zeros(num_known + 2, np.int64), np.zeros(num_known + 2, np.int64)
     for use in next_use:
         num_cached[num_known + use - _NEVER if use >= _NEVER else use - step] += 1
@@ -542,9 +546,10 @@ def _assign_slots(
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give the slots of rows whose next use is beyond the cut to ``ids`` whose next use is within it.
+    """Give slots to those ``ids`` that are used before the cut. Take them from rows that are used after it.
 
-    Return the indices of the ids that got a slot, and their slots. The ``cut`` is that of :func:`_find_cut`.
+    Return the indices of the ids that got a slot, and their slots. ``cut`` is what :func:`_find_cut`
+    returned.
     """
     cut_use, num_kept, num_entering, _ = cut
     indices, slots = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
-    """Open a dataset on every rank. The first rank of each machine checks its files. All ranks call this.
+    """Open a dataset on every rank. The first rank on each machine checks the files. All ranks call this.
 
     If the dataset is in an object store, each server fetches its parts.
 
@@ -84,7 +84,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 def import_if_changed(part_config: Path, session: Session) -> Path:
     """Import DGL's files into a dataset beside them, unless it is up to date. All ranks call this.
 
-    Return the folder of the dataset. Raise StorageError on all ranks if the import fails on one of them.
+    Return the dataset's folder. Raise StorageError on all ranks if the import fails on one rank.
     """
     folder = part_config.absolute().with_suffix(".dglx")
 
@@ -101,7 +101,7 @@ def import_if_changed(part_config: Path, session: Session) -> Path:
 
 
 _IMPORTED = f"{CACHE}/imported.json"
-"""File with stamps of the files that a dataset was imported from."""
+"""File that records names, sizes and times of the imported files. A changed record means a new import."""
 
 
 def _import_files(part_config: Path, folder: Path, is_importer: bool) -> None:
@@ -110,7 +110,7 @@ def _import_files(part_config: Path, folder: Path, is_importer: bool) -> None:
         return
     stamps = _read_stamps(part_config)
     stamp_file = folder / _IMPORTED
-    # Compare stamps for equality, not by age, because the clocks of machines differ.
+    # Compare stamps for equality, not by age, because the machines' clocks differ.
     if (folder / MANIFEST).exists() and stamp_file.exists() and stamp_file.read_text() == stamps:
         return
 
@@ -130,7 +130,7 @@ def _read_stamps(part_config: Path) -> str:
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, and let it serve uniform draws. Every rank must call this."""
+    """Open each edge type's structure, and let it serve uniform draws. Every rank must call this."""
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}. Use 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
@@ -154,7 +154,7 @@ def open_structures(
 
 
 def _fits_in_memory(dataset: StoredDataset) -> bool:
-    """Return whether the structure of all parts is on this machine and takes at most half the free memory."""
+    """Return whether all parts are on this machine and their structure takes at most half the free memory."""
     manifest = dataset.manifest
     if not all(dataset.has_part(part) for part in range(manifest.num_parts)):
         return False
@@ -168,7 +168,7 @@ def _fits_in_memory(dataset: StoredDataset) -> bool:
 
 
 def _open_replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
-    # The first rank of each machine creates a file that the other ranks of the machine map.
+    # The first rank on each machine creates a file, and the machine's other ranks map it.
     is_first = session.is_first_on_machine
     copied_structure = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if is_first else None)
     csc = run_on_all_ranks(session, lambda: copied_structure or open_structure(dataset, etype))
@@ -178,9 +178,9 @@ def _open_replicated(dataset: StoredDataset, session: Session, etype: EdgeType) 
 def add_columns(
     dataset: StoredDataset, placement: Placement, policies: Mapping[str | EdgeType, PartitionPolicy]
 ) -> None:
-    """Add every memory-mapped tensor of the dataset to the store.
+    """Add the dataset's node and edge columns to the store, memory-mapped.
 
-    The ids of the source, and the user's own ids, get hidden names. Raises StorageError if a file of the
+    Ids from the source and the user's own ids get hidden names. Raises StorageError if a file in one of the
     local server's parts is missing or damaged.
     """
     manifest = dataset.manifest
@@ -213,7 +213,7 @@ T = TypeVar("T", str, EdgeType)
 
 
 def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
-    """Return the only one of ``types``, or raise ConfigError if there are several."""
+    """Return the only entry in ``types``, or raise ConfigError if there are several."""
     if len(types) == 1:
         return next(iter(types))
     names = [key if isinstance(key, str) else key[1] for key in types]
@@ -224,24 +224,26 @@ def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
 class DistGraph(Shared):
     """A partitioned dataset. Opening and closing it is collective. Any rank may use it alone at any time.
 
-    Nodes and edges have the ids of the dataset, which are contiguous for each type and part. The graph is not
-    a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
+    Nodes and edges have the dataset's ids, which are contiguous for each type and part. The graph is not a
+    DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
 
     Args:
         folder: Folder that ``dglx partition`` wrote, or its address in an object store. Each server fetches
             the parts that it owns into a local cache.
-        part_config: JSON file of DGL to use instead. It is imported once into ``<name>.dglx`` beside it.
-        structure: ``replicated``: every server maps the in-edges of the complete graph. ``partitioned``:
-            every server maps the in-edges of its own parts and requests the others. ``auto``: replicated if
-            all parts are on every machine and the structure takes at most half the free memory.
+        part_config: JSON file from DGL's ``partition_graph`` to use instead. It is imported once into
+            ``<name>.dglx`` beside it.
+        structure: ``replicated``: every server maps all in-edges in the graph. ``partitioned``: every server
+            maps the in-edges in its own parts and requests the others. ``auto``: replicated if all parts are
+            on every machine and the structure takes at most half the free memory.
         verify: Whether files are compared with their checksums; see ``open_dataset``.
-        session: Session of the graph. The default is the current one.
+        session: Session that the graph belongs to. The default is the current session.
 
     Raises:
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
             are fewer parts than servers.
         StorageError: on all ranks, if a rank cannot open the dataset.
-        DatasetError: in place of StorageError, on the rank that checks the files, if an id is out of range.
+        DatasetError: raised instead of StorageError, on the rank that checks the files, if an id is out of
+            range.
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class DistGraph(Shared):
         self.on_close: list[Callable[[], None]] = []
         """Functions that :meth:`close` calls when no rank uses the graph any more."""
         self.user_columns: Any = None
-        """Columns of the graph that a script passed to ``dx.distribute``, if nodes are renumbered."""
+        """Columns from the graph that a script passed to ``dx.distribute``, if nodes are renumbered."""
         OPENED.set(self.session, self)
         barrier(self.session, f"opening {self.name}")
 
@@ -339,23 +341,23 @@ class DistGraph(Shared):
 
     @property
     def ndata(self) -> DataView:
-        """Tensors of the nodes. Raises ConfigError if there are several node types."""
+        """Node tensors by name. Raises ConfigError if there are several node types."""
         return self._node_views[_get_only_type(self._node_views, "node", "g.nodes[ntype].data")]
 
     @property
     def edata(self) -> DataView:
-        """Tensors of the edges. Raises ConfigError if there are several edge types."""
+        """Edge tensors by name. Raises ConfigError if there are several edge types."""
         return self._edge_views[_get_only_type(self._edge_views, "edge", "g.edges[etype].data")]
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:
-        """Tensors of the nodes of one type, as ``g.nodes[ntype].data``."""
+        """Node tensors by type and name, as in ``g.nodes[ntype].data[name]``."""
         views = self._node_views
         return TypedViews(lambda ntype: views[self._check_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
     def edges(self) -> TypedViews[str | EdgeType, DataView]:
-        """Tensors of the edges of one type, as ``g.edges[etype].data``."""
+        """Edge tensors by type and name, as in ``g.edges[etype].data[name]``."""
         views = self._edge_views
         return TypedViews(lambda etype: views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
@@ -368,7 +370,7 @@ class DistGraph(Shared):
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def num_classes(self, ntype: str | None = None) -> int:
-        """Return the number of classes of a node type. Raise ConfigError if the dataset has none."""
+        """Return how many classes a node type has. Raise ConfigError if the dataset has none."""
         key = self._resolve_ntype(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
@@ -383,7 +385,7 @@ class DistGraph(Shared):
 
     @property
     def edge_bounds(self) -> list[Array]:
-        """(S + 1,) int64 bounds of each edge type. Server s has the edges ``bounds[s]:bounds[s + 1]``."""
+        """(S + 1,) int64 bounds for each edge type. Server s has the edges ``bounds[s]:bounds[s + 1]``."""
         return [policy.bounds for policy in self._edge_policies.values()]
 
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
@@ -395,9 +397,13 @@ class DistGraph(Shared):
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
         """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
-        ``rows`` is the number of rows to cut evenly over the S servers, or (S + 1,) bounds. Server s then has
-        the rows ``rows[s]:rows[s + 1]``. Raises ConfigError if the name contains ``~``, the number is
-        negative, or the bounds are invalid.
+        Args:
+            name: Name of the policy.
+            rows: Row count to cut evenly over the S servers, or (S + 1,) bounds. With bounds, server s has
+                the rows ``rows[s]:rows[s + 1]``.
+
+        Raises:
+            ConfigError: the name contains ``~``, the count is negative, or the bounds are invalid.
         """
         if "~" in name:
             raise ConfigError(f"the policy name {name!r} contains '~'. Choose another name.")
@@ -418,7 +424,7 @@ class DistGraph(Shared):
         return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
 
     def find_policy_of_length(self, num_rows: int) -> PartitionPolicy:
-        """Return the policy of the only node or edge type with ``num_rows`` rows, or raise ConfigError."""
+        """Return the policy for the only node or edge type with ``num_rows`` rows, or raise ConfigError."""
         policies = [*self._node_policies.values(), *self._edge_policies.values()]
         candidates = [policy for policy in policies if policy.get_size() == num_rows]
         if len(candidates) == 1:
@@ -452,25 +458,29 @@ class DistGraph(Shared):
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
     ) -> CachePlan:
-        """Keep copies of rows of other servers. Every rank must call this. No result changes.
+        """Cache rows from other servers. Results stay the same. Every rank must call this.
 
-        The ranks of a server share the copies. A second call replaces the rows of the first call, and
-        ``alpha=0`` drops them. With one server there are no rows to keep.
+        A server's ranks share the cached rows. A second call replaces the rows from the first call, and
+        ``alpha=0`` drops them. With one server there is nothing to cache.
 
         Args:
-            name: Name of node data of the dataset, which is read-only.
+            name: Name of a node column in the dataset. Such columns are read-only.
             alpha: Maximum number of rows to keep, as a fraction of the local server's rows.
-            policy: Rule that chooses the rows. ``vip``: rows that a batch most probably needs (SALIENT++).
-                ``degree``: rows that are most often a source. ``halo``: sources of local nodes, with the most
-                edges to them first. ``lookahead``: each rank of the server keeps an equal share of ``alpha``,
-                and its loader keeps the rows that its next batches use soonest (Belady's MIN). Only loaders
-                of DGL's neighbor samplers use these rows, one at a time. Such a loader fetches on one thread,
-                whatever its ``num_threads``. In addition to the rows, a rank holds 12 bytes for each kept
-                row, 12 for each row of the column (above 2**20 rows: 40 to 80 for each row that known batches
-                use), 4 to 8 for each known use, and drawn batches of about 256 MiB plus depth + 5 batches.
+            policy: Rule that chooses the rows.
+
+                - ``vip``: rows that a batch most probably needs (SALIENT++).
+                - ``degree``: rows that are most often a source.
+                - ``halo``: sources that have edges into local nodes. Those with the most such edges come
+                  first.
+                - ``lookahead``: each rank on the server gets an equal share of ``alpha``. Its loader keeps
+                  the rows that its next batches use soonest (Belady's MIN). Only loaders with DGL's neighbor
+                  samplers use these rows, one loader at a time. Such a loader fetches on one thread, whatever
+                  its ``num_threads``. Apart from the rows, a rank holds 12 bytes for each kept row, 12 for
+                  each row in the column (above 2**20 rows: 40 to 80 for each row that known batches use), 4
+                  to 8 for each known use, and about 256 MiB plus depth + 5 batches for drawn batches.
             ntype: Node type. It may be None if there is one.
-            seeds: Training nodes of this rank, for ``vip``. The default is its share of ``train_mask``.
-            fanouts, batch_size: Values of the loader, for ``vip``.
+            seeds: This rank's training nodes, for ``vip``. The default is its share of ``train_mask``.
+            fanouts, batch_size: The values that the loader uses, for ``vip``.
 
         Raises:
             ConfigError: on all ranks, if an argument is invalid or memory is short on one of them.
@@ -486,13 +496,13 @@ class DistGraph(Shared):
         return self._structures[self._resolve_etype(etype, "an edge type")]
 
     def in_degrees(self, v: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 number of in-edges of ``v``, or of all nodes."""
+        """Count the in-edges at each node in ``v``, or at all nodes. Return (K,) int64."""
         structure = self.structure(etype)
         ids = as_ids_or_all(v, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 out-degrees of ``u`` or of all nodes. The first call reads every edge."""
+        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. Reads all edges."""
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
@@ -515,21 +525,21 @@ class DistGraph(Shared):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Sample in-edges of ``seed_nodes``. Return a graph of all nodes and the sampled edges, like DGL.
+        """Sample in-edges of ``seed_nodes``. Return a graph with all nodes and these edges, as DGL does.
 
         Args:
-            seed_nodes: (K,) ids, or a dict of them by node type.
-            fanout: Number of edges per node and edge type, -1 for all, or a dict by edge type.
+            seed_nodes: (K,) ids, or a dict from node type to ids.
+            fanout: Maximum edges per node and edge type, -1 for all, or a dict by edge type.
             edge_dir: ``in``. Out-edges are stored with their destinations and cannot be drawn.
             prob: Name of an edge tensor: weights, or a mask that marks the edges that may be drawn.
-            exclude_edges: Ids of edges that are never drawn, or a dict of them by edge type.
+            exclude_edges: Edge ids that are never drawn, or a dict from edge type to ids.
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.
-            output_device: Device of the result. The default is the CPU.
+            output_device: Device that receives the graph. The default is the CPU.
         """
         if edge_dir != "in":
             raise ConfigError(f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph.")
-        # Each call on each rank gets a seed of its own. The shift makes the seed fit int64.
+        # Each call on each rank gets its own seed. The shift makes the seed fit int64.
         seeds = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draw_counter)])
         seed = int(seeds.generate_state(1, np.uint64)[0]) >> 1
         rule = DrawRule(replace=bool(replace), prob=prob, seed=seed)
@@ -537,27 +547,27 @@ class DistGraph(Shared):
         return graph if output_device is None else place(graph, output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
-        """Return the ascending ids of the local server's nodes."""
+        """Return the local server's node ids, ascending."""
         key = self._resolve_ntype(ntype, "local_nodes(ntype)")
         return self._book.partid2nids(self._book.partid, key)
 
     def orig_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
-        """Return the (K,) int64 ids of the nodes in the source of the dataset."""
+        """Return the (K,) int64 ids that the nodes have in the dataset's source."""
         policy = self._node_policies[self._resolve_ntype(ntype, "orig_ids(ids, ntype)")]
         return self._pull_hidden(policy, ORIGINAL_IDS, ids)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 positions of the edges in the edge list of the source."""
+        """Return the (K,) int64 positions that the edges have in the source's edge list."""
         policy = self._edge_policies[self._resolve_etype(etype, "orig_edge_ids(ids, etype)")]
         return self._pull_hidden(policy, ORIGINAL_IDS, ids)
 
     def new_ids(
         self, ids: Ids | Sequence[str], ntype: str | None = None, *, from_user_ids: bool = False
     ) -> Tensor:
-        """Return the (K,) int64 ids of nodes. This is the inverse of :meth:`orig_ids` and reads all ids.
+        """Translate ids from the dataset's source into (K,) int64 node ids, the inverse of :meth:`orig_ids`.
 
-        Text ids are the user's own ids, as :meth:`user_ids` returns them. With ``from_user_ids``, integers
-        are user ids, too. Raises IndexError with the first id that no node has.
+        Each call reads all ids. Text ids are the user's own ids, as :meth:`user_ids` returns them. With
+        ``from_user_ids``, integers are user ids, too. Raises IndexError with the first id that no node has.
         """
         key = self._resolve_ntype(ntype, "new_ids(ids, ntype)")
         is_text = isinstance(ids, Sequence | np.ndarray) and np.asarray(ids).dtype.kind in "UO"
@@ -570,10 +580,10 @@ class DistGraph(Shared):
         return original_ids.argsort()[source_ids]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
-        """Return the user's own (K,) ids of nodes, int64 or unicode text. The default is :meth:`orig_ids`.
+        """Return the (K,) ids that the user gave the nodes, int64 or unicode text.
 
-        Raises IndexError if an id is out of range, and StorageError if the ids are text, and not all parts
-        are on this machine.
+        If the user gave none, this is :meth:`orig_ids`. Raises IndexError if an id is out of range, and
+        StorageError if the ids are text and not all parts are on this machine.
         """
         key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
         policy = self._node_policies[key]
@@ -586,7 +596,7 @@ class DistGraph(Shared):
         return self._pull_hidden(policy, USER_IDS if id_dtype else ORIGINAL_IDS, ids).numpy()
 
     def _find_user_ids(self, names: Array, ntype: str) -> Tensor:
-        """Return the (K,) int64 ids of the nodes with the user ids ``names``. Raise as :meth:`new_ids`."""
+        """Return the (K,) int64 ids for the user ids ``names``. Raise as :meth:`new_ids`."""
         user_ids = self.user_ids(slice(None), ntype)
         if user_ids.dtype.kind == "U" or names.dtype.kind in "UO":
             user_ids = user_ids.astype(str)
@@ -610,7 +620,7 @@ class DistGraph(Shared):
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop serving this graph after all pending writes of the ranks are done. All ranks call this."""
+        """Stop serving this graph after all ranks have finished their pending writes. All ranks call this."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         # Copy the list, because some actions remove themselves from it.

@@ -72,17 +72,17 @@ def make_unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionPolicy:
-    """Distribution of rows over the servers. The rows belong to nodes or edges of one type, or to neither."""
+    """Distribution of rows over the servers. The rows belong to a node type, an edge type, or neither."""
 
     kind: Literal["node", "edge", "own"]
     type_name: str | EdgeType
-    """Type of the nodes or edges, or the user's name of an own policy."""
+    """Node type, edge type, or the name that the user gave to an own policy."""
     bounds: Array
     """(S + 1,) int64 bounds. Server s owns the rows ``bounds[s]:bounds[s + 1]``."""
     partition_book: PartitionBook
     store: KVStore
     dataset: str = ""
-    """Checksum of the dataset that numbers the rows. "" if no dataset numbers them."""
+    """Checksum of the dataset whose ids number the rows. Empty for rows that no dataset numbers."""
 
     @cached_property
     def policy_str(self) -> str:
@@ -95,7 +95,7 @@ class PartitionPolicy:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """First row that this rank owns (see :class:`RowOwners`), and the end of its rows."""
+        """First row that this rank owns (see :class:`RowOwners`), and the row after its last."""
         topology = self.store.placement.topology
         return RowOwners(self.bounds, topology).get_range(topology.rank)
 
@@ -129,7 +129,7 @@ class PartitionPolicy:
 def _resolve_policy(
     shape: Sequence[int], dtype: torch.dtype, policy_or_graph: PartitionPolicy | OpenedGraph
 ) -> tuple[PartitionPolicy, ColumnInfo]:
-    """Return the policy of a tensor, and its dtype and row shape. Raise ConfigError if they do not fit."""
+    """Return a tensor's policy, dtype and row shape. Raise ConfigError if they do not fit."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -151,7 +151,7 @@ def _resolve_policy(
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
-    """Add a tensor in shared memory to the store of ``policy``. Every rank must call this."""
+    """Add a tensor in shared memory to the policy's store. Every rank must call this."""
     store = policy.store
     shape = [policy.get_size(), *info.row_shape]
     facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}
@@ -165,7 +165,7 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
 
 
 def _view_rows(column: Column, first: int, last: int) -> Array:
-    """Return rows ``first`` to ``last - 1`` of the local server: a view, or a copy if they span shards."""
+    """Return the local server's rows ``first`` to ``last - 1``: a view, or a copy if they span shards."""
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]
@@ -211,22 +211,21 @@ class DistTensor(Shared):
     time. If one rank writes rows that another rank reads, the program must order the two (``g.barrier()``).
 
     Args:
-        shape: Shape of the complete tensor. Without ``part_policy`` its first size selects the node or edge
-            type.
+        shape: Global shape. Without ``part_policy`` its first size selects the node or edge type.
         name: Name, the same on all ranks. With None, nothing can attach to the tensor later.
-        init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
-            each server calls it. The default is zeros.
+        init_func: Function from (shape, dtype) to the first values for the local server's rows. One rank per
+            server calls it. The default is zeros.
         part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
             ``g.new_policy(name, rows)`` for rows that are neither.
-        persistent: Accepted for DGL, without effect. Tensors live until :meth:`delete`, the end of their
-            ``with`` block, or the end of the session.
+        persistent: Accepted for DGL, without effect. Tensors live until :meth:`delete`, or until their
+            ``with`` block or the session ends.
         is_gdata: Whether ``g.nodes[...].data`` shows the tensor.
-        attach: Whether the name may be that of an existing tensor.
-        graph: Graph of the tensor. The default is the graph that was opened last.
+        attach: Whether the name may belong to an existing tensor.
+        graph: Graph that the tensor belongs to. The default is the graph that was opened last.
 
     Raises:
         ConfigError: on all ranks, if ranks disagree, memory is short, the shape fits no type or several, or
-            the name belongs to a tensor of another shape or dtype, or to any tensor if ``attach`` is False.
+            the name belongs to a tensor with another shape or dtype, or to any tensor if ``attach`` is False.
     """
 
     def __init__(  # noqa: PLR0913 - DGL's signature
@@ -274,11 +273,11 @@ class DistTensor(Shared):
 
     @classmethod
     def from_existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
-        """Return a handle of a tensor that exists already.
+        """Return a handle to a tensor that exists already.
 
         Args:
-            policy: Policy of its rows.
-            name: Name that it gets.
+            policy: Policy that distributes its rows.
+            name: Name for the handle.
             key: Name of its column in the store.
         """
         # The constructor would create a tensor, which is collective.
@@ -298,7 +297,7 @@ class DistTensor(Shared):
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
-        """Return the ids of nonzero rows that this rank gets, shaped like the result of ``torch.nonzero``.
+        """Return the nonzero ids that this rank gets, in the form that ``torch.nonzero`` returns.
 
         Scripts for one machine train on ``mask.nonzero()``. Here each rank gets the ids that
         ``dx.node_split`` assigns to it. Raises ConfigError if the tensor has more than one dimension.
@@ -310,7 +309,7 @@ class DistTensor(Shared):
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise TypeError for all functions of torch but ``nonzero``."""
+        """Raise TypeError for every torch function except ``nonzero``."""
         if func is not torch.nonzero:
             raise TypeError(f"torch's {func.__name__} takes no DistTensor. {TENSOR_REMEDY}")
         options = dict(kwargs or {})
@@ -337,7 +336,7 @@ class DistTensor(Shared):
         return self._name
 
     tensor_name = name
-    """Name of :attr:`name` in DGL."""
+    """DGL's name for :attr:`name`."""
 
     @property
     def kvstore_key(self) -> str:
@@ -362,7 +361,7 @@ class DistTensor(Shared):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """First row of the local server, and the end of its rows."""
+        """The local server's first row, and the row after its last."""
         bounds, server = self.part_policy.bounds, self.part_policy.part_id
         return int(bounds[server]), int(bounds[server + 1])
 
@@ -373,17 +372,16 @@ class DistTensor(Shared):
         return f"DistTensor({self._name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Ids) -> Tensor:
-        """Return (K, *row) rows. For one integer, return its row without the first dimension.
+        """Read rows by global id, from any server. Return (K, *row), or (*row) for a single integer.
 
-        The rows are on the device of ``index`` if that is a tensor on an accelerator. Otherwise they are on
-        :attr:`device`.
+        The rows are on the index's device if that is an accelerator. Otherwise they are on :attr:`device`.
 
         Args:
-            index: (K,) integers (of any width, as tensor, array or list), a mask over all rows, or a slice.
+            index: (K,) integers of any width (tensor, array or list), a mask over all rows, or a slice.
 
         Raises:
             IndexError: an id is out of range (the message shows the first one and its position), or ``index``
-                is of another kind.
+                is something else.
             PeerError: an owner is dead or silent.
         """
         if isinstance(index, tuple):
@@ -403,14 +401,15 @@ class DistTensor(Shared):
         """Overwrite rows, or add to them. Any rank can call this alone.
 
         Args:
-            index: Rows, as for reading. Of repeated ids the last value wins, or all are added.
-            values: (K, *row), or broadcastable to it. Floating-point values are rounded to the dtype of the
-                tensor. Integer and bool tensors take only values that they can hold.
+            index: Rows, as for reading. If an id is repeated, its last value wins, or all its values are
+                added.
+            values: (K, *row), or broadcastable to it. Floating-point values are rounded to the tensor's
+                dtype. Integer and bool tensors take only values that they can hold.
             accumulate: Whether to add to the present rows; see :meth:`KVStore.push`.
-            wait: Whether to wait until every later read of any rank sees the values. Otherwise :meth:`fence`
+            wait: Whether to wait until every later read on any rank sees the values. Otherwise :meth:`fence`
                 or ``g.barrier()`` waits.
 
-        Raises as :meth:`KVStore.push`, and ConfigError for ``values`` that do not fit.
+        Raises what :meth:`KVStore.push` raises, and ConfigError for ``values`` that do not fit.
         """
         ids = integer_ids(index, len(self), repr(self._name))
         try:
@@ -430,7 +429,7 @@ class DistTensor(Shared):
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return a new tensor with the bitwise or of both, like a union of masks. Every rank must call this.
+        """Return a new tensor with the bitwise or, which unites two masks. Every rank must call this.
 
         Raises ConfigError on all ranks if they differ in shape, dtype or policy, or are floating-point.
         """
@@ -453,7 +452,7 @@ class DistTensor(Shared):
         return result
 
     def count_nonzero(self) -> int:
-        """Return the number of nonzero values of the complete tensor. Any rank can call this alone."""
+        """Count the nonzero values in the complete tensor. Any rank can call this alone."""
         return self.kvstore.count_nonzero(self._key)
 
     def to(self, device: torch.device | str | None = None) -> DistTensor:
@@ -466,8 +465,8 @@ class DistTensor(Shared):
         """Write the tensor into ``folder``. If this fails, the former content stays. All ranks call this.
 
         Every rank writes the rows that it owns as one file. Rank 0 then writes the index and renames the
-        folder. All ranks must see the folder under the same name. Pushes of other ranks during this call may
-        be saved or not. Raises StorageError on all ranks, if one of them cannot write or does not see the
+        folder. All ranks must see the folder under the same name. Pushes that other ranks make during this
+        call may be saved or not. Raises StorageError on all ranks, if a rank cannot write or does not see the
         folder, or if the folder holds something other than a saved tensor.
         """
 
@@ -485,11 +484,12 @@ class DistTensor(Shared):
         save_folder(self.kvstore.session, target, write_owned_rows, facts)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
-        """Fill the tensor from the result of :meth:`save` on any number of ranks. Every rank must call this.
+        """Fill the tensor from a folder that :meth:`save` wrote. Every rank must call this.
 
-        ``name`` may be None if the folder has one tensor. Raises ConfigError if this tensor belongs to the
-        dataset on disk. Raises StorageError on all ranks, if the folder is missing or damaged for one of
-        them, or has another shape, dtype or dataset. Nothing has changed then.
+        The number of ranks may differ from that at the save. ``name`` may be None if the folder has one
+        tensor. Raises ConfigError if this tensor belongs to the dataset on disk. Raises StorageError on all
+        ranks if the folder is missing or damaged for a rank, or has another shape, dtype or dataset. After an
+        error, the tensor is unchanged.
         """
         column = self._column
         session = self.kvstore.session
@@ -519,7 +519,7 @@ class DistTensor(Shared):
         barrier(session, f"loading {self._key}")
 
     def __enter__(self) -> DistTensor:
-        """Return the tensor. The end of the block frees it, so every rank must reach the end."""
+        """Return the tensor. Leaving the block frees it, so every rank must reach the end."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -557,7 +557,7 @@ class DistTensor(Shared):
         self.kvstore.remove(self._key)
 
     def _check_attach(self, info: ColumnInfo, attach: bool, init: InitRows | None) -> None:
-        """Raise ConfigError if the arguments of the constructor do not fit the existing tensor."""
+        """Raise ConfigError if the constructor's arguments do not fit the existing tensor."""
         column = self._column
         if not attach:
             raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
@@ -585,7 +585,7 @@ class DistTensor(Shared):
 
     @property
     def device(self) -> torch.device:
-        """Device of the rows that are read, unless the index is on another one."""
+        """Device that reads return rows on, unless the index is on an accelerator."""
         return self._device
 
     @property
@@ -599,7 +599,7 @@ def _describe_rows(info: ColumnInfo, bounds: Array) -> str:
 
 
 def view_owned_rows(tensor: DistTensor) -> Tensor:
-    """Return the rows of a tensor in memory that this rank owns, as a view of shared memory."""
+    """Return the rows that this rank owns as a view of shared memory. The tensor must be in memory."""
     first, last = tensor.part_policy.owned_range
     start = tensor.local_range[0]
     return tensor.local_rows()[first - start : last - start]
@@ -607,7 +607,7 @@ def view_owned_rows(tensor: DistTensor) -> Tensor:
 
 @final
 class DataView(MutableMapping[str, DistTensor]):
-    """The named tensors of the nodes or edges of one type."""
+    """Tensors by name, for one node or edge type."""
 
     def __init__(self, policy: PartitionPolicy) -> None:
         self._policy = policy
@@ -647,7 +647,7 @@ class DataView(MutableMapping[str, DistTensor]):
             self[name].delete()
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Return all rows of the tensor called ``name`` as DGL does, and delete the tensor.
+        """Delete the tensor called ``name`` and return all its rows, as DGL does.
 
         Return ``default`` if there is no such tensor. If the name was set on this rank, only the name is
         deleted, and the result is the tensor itself. Raises ConfigError if the tensor belongs to the dataset.
@@ -656,7 +656,7 @@ class DataView(MutableMapping[str, DistTensor]):
             return default[0]
         tensor = self[name]
         result: Any = tensor
-        # The deletion below refuses tensors of the dataset, so their rows are not read first.
+        # The deletion below refuses dataset tensors, so their rows are not read first.
         if name not in self._tensors_of_rank and tensor._column.writable:
             result = tensor.to_local()
         del self[name]
@@ -707,7 +707,7 @@ class TypedViews(Generic[K, V]):
         return TypedViews(get_view, self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError. Calling the views of a DGLGraph returns all ids."""
+        """Raise ConfigError. In DGL this call returns all ids, which this graph does not list."""
         raise ConfigError(
             f"a distributed graph does not list its ids. Write {self._remedy}, or dx.node_split(mask) or "
             "dx.edge_split(mask) for this rank's share. Change the graph before dx.distribute."
@@ -715,7 +715,7 @@ class TypedViews(Generic[K, V]):
 
 
 class OpenedGraph(Protocol):
-    """The interface of :class:`DistGraph` for modules that it imports."""
+    """Interface of :class:`DistGraph` for modules that it imports and that cannot import it."""
 
     session: Session
     dataset: StoredDataset

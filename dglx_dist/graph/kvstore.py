@@ -1,4 +1,4 @@
-"""``KVStore``: one-sided pull and push of the rows of distributed tensors (DistDGL's KVStore)."""
+"""``KVStore``: pulls and pushes rows in distributed tensors by one-sided calls (DistDGL's KVStore)."""
 
 import threading
 import time
@@ -55,14 +55,14 @@ MAX_BYTES = 64 << 20
 
 
 class _Message(NamedTuple):
-    """Part of a push that goes to one rank. ``arrays`` are the ids and their rows."""
+    """The share of a push that goes to one rank. ``arrays`` are the ids and their rows."""
 
     rank: int
     arrays: list[Array]
 
 
 class _UnansweredPush(NamedTuple):
-    """Message of a push with ``wait=False``."""
+    """Message from a push with ``wait=False``, until the owner answers."""
 
     rank: int
     call: Pending
@@ -79,7 +79,7 @@ def _cut_into_ranges(
     while start < stop:
         end = min(start + step, stop)
         if has_repeats:
-            # Include all repetitions of the last id.
+            # Keep all repetitions of the last id in one range.
             end = start + int(np.searchsorted(ids[start:stop], ids[end - 1], side="right"))
         yield start, end
         start = end
@@ -89,13 +89,14 @@ def _cut_into_ranges(
 class KVStore:
     """Named tensors that are cut by rows over the servers.
 
-    Rows of the local server are read from memory that its ranks share. Other rows are read by one-sided calls
-    to one rank of the server that owns them. A rank may pull or push alone, from any thread, at any time.
+    The local server's rows are read from memory that its ranks share. Other rows are read by one-sided calls
+    to one rank on the server that owns them. A rank may pull or push alone, from any thread, at any time.
     Only registering handlers is collective. A name must exist on all ranks before one uses it.
 
     Args:
-        session: Session of the store. Its ``rpc`` must not serve another store with the same ``label``.
-        label: Unique name of the store in the session, the same on all ranks.
+        session: Session that the store serves. Its ``rpc`` must not serve another store with the same
+            ``label``.
+        label: The store's unique name in the session, the same on all ranks.
     """
 
     def __init__(self, session: Session, placement: Placement, label: str = "kv") -> None:
@@ -136,9 +137,12 @@ class KVStore:
     ) -> None:
         """Add a read-only tensor. Part p owns the rows ``offsets[p]:offsets[p + 1]``.
 
-        ``shards`` has the (n, *row) rows of every part of the local server. ``on_disk`` tells whether they
-        are in files that do not fit in memory. Raises ConfigError if the name is taken, or the rows do not
-        match ``offsets`` or ``info``.
+        Args:
+            shards: Part number to (n, *row) rows, for every part on the local server.
+            on_disk: Whether the rows are in files that do not fit in memory.
+
+        Raises:
+            ConfigError: the name is taken, or the rows do not match ``offsets`` or ``info``.
         """
         local_shards = []
         for part, rows in sorted(shards.items()):
@@ -205,8 +209,8 @@ class KVStore:
     ) -> PendingPull:
         """Request rows from their owners and return at once, before local rows are read.
 
-        Sends 8 bytes per distinct remote id that is not cached, and receives one row for each. Rows of the
-        local server and of its cache cost nothing. Not collective.
+        Sends 8 bytes per distinct remote id that is not cached, and receives one row for each. Rows on the
+        local server or in its cache cost nothing. Not collective.
 
         Args:
             ids: (K,) int64 ids in any order. Ids may be repeated.
@@ -266,7 +270,7 @@ class KVStore:
     def _submit_requests(
         self, column: Column, phase: str, layer: int, plan: RemotePlan
     ) -> list[tuple[Pending, int, int]]:
-        """Request the remote ids of ``plan``. Return (call, first slot, end slot) of each message."""
+        """Request the remote ids of ``plan``. Return (call, first slot, end slot) per message."""
         submit = partial(self.session.rpc.submit, phase=phase, layer=layer)
         replies = []
         for rank, first, end in plan.requests(self.placement.serving_ranks, column.rows_per_message):
@@ -302,7 +306,7 @@ class KVStore:
         self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:
-        """Return how many rows this rank requested of one tensor, or of all tensors with a cache."""
+        """Return how many rows this rank requested from one tensor, or from all tensors with a cache."""
         columns = self._list_cached() if name is None else [self.column(name)]
         total = np.zeros(3, np.int64)
         with self._counts_lock:
@@ -338,23 +342,23 @@ class KVStore:
     def push(
         self, name: str, ids: Array, rows: Array, *, accumulate: bool = False, wait: bool = True
     ) -> None:
-        """Overwrite rows of any server, or add to them. Not collective.
+        """Overwrite rows on any server, or add to them. Not collective.
 
-        * Overwriting: of repeated ids the last row wins. Sends 8 bytes and one row per distinct id of another
-          server.
-        * ``accumulate``: the rows of repeated ids are summed in order, and the rank that owns the row
+        * Overwriting: if an id is repeated, its last row wins. Sends 8 bytes and one row per distinct id on
+          another server.
+        * ``accumulate``: rows with the same id are summed in order, and the rank that owns the row
           (``RowOwners``) adds the sum. Sends 8 bytes and one row per distinct id that another rank owns.
-          Traffic to ranks of this server counts as inside. float16 and bfloat16 are summed and added in
-          float32, and rounded after each of the two.
+          Traffic to ranks on this server counts as inside. float16 and bfloat16 are summed and added in
+          float32, and rounded after each step.
 
-        Pushes of one rank with ``wait=False`` may overtake each other. A :meth:`fence` orders them. The
-        program must order an overwrite and any other push of the same row by another rank. Otherwise the
-        overwrite may be lost or mixed.
+        A rank's pushes with ``wait=False`` may overtake each other. A :meth:`fence` orders them. If one rank
+        overwrites a row that another rank pushes to, the program must order the two. Otherwise the overwrite
+        may be lost or mixed.
 
         Args:
             ids: (K,) int64 ids in any order.
-            rows: (K, *row) of the column's dtype in NumPy.
-            wait: Whether to wait until every later pull of any rank sees the rows. Otherwise the push returns
+            rows: (K, *row) in the column's NumPy dtype.
+            wait: Whether to wait until every later pull on any rank sees the rows. Otherwise the push returns
                 at once, and ``rows`` may be reused. :meth:`fence` then waits and raises errors.
 
         Raises:
@@ -394,11 +398,11 @@ class KVStore:
             call.result()
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
+        """Wait until every later pull on any rank sees this rank's pushes with ``wait=False``.
 
-        Not collective. Closing a graph or a session does the same. If some of the pushes failed, the first
-        error is raised once: PeerError if an owner is dead, or RemoteError if it cannot write. Also raises
-        PeerError with the silent ranks after ``timeout_s``, by default the time limit of the session.
+        Not collective. Closing a graph or a session does the same. If a push failed, the first error is
+        raised once: PeerError if an owner is dead, or RemoteError if it cannot write. Also raises PeerError
+        with the silent ranks after ``timeout_s``, by default the session's time limit.
         """
         if timeout_s is None:
             timeout_s = self.session.timeout_s
@@ -415,7 +419,7 @@ class KVStore:
             raise errors[0]
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the local server. Raise IndexError if another server owns a row."""
+        """Overwrite rows on the local server. Raise IndexError if another server owns a row."""
         column = self._check_rows(name, ids, rows)
         self._check_range(column, ids, *column.bounds[self._server : self._server + 2])
         column.write(ids, np.ascontiguousarray(rows))
@@ -423,32 +427,35 @@ class KVStore:
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
         """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. All ranks call this.
 
-        ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows. Any thread may call
-        it, but never two at a time for one tensor. ``rows`` (n, *row) is the memory of the local server's
-        rows. ``local_ids`` (k,) int64 are indices of ``rows``. ``values`` (k, *row) are the pushed rows. The
-        handler must not push or pull.
+        The owner of the pushed rows calls ``handler(rows, local_ids, values)``. Any thread may call it, but
+        never two at a time for one tensor. The handler must not push or pull. If a push repeats an id, all
+        its rows arrive together, in the push's order (8 bytes and a row each). With ``accumulate=True`` their
+        sum arrives instead. No code is sent, so each rank registers its own handler.
 
-        The rows of a repeated id arrive together, in the order of the push (8 bytes and a row each). With
-        ``accumulate=True`` their sum arrives instead. No code is sent, so each rank registers its own
-        handler. None restores overwriting and adding. Raises ConfigError on all ranks, if there is no such
-        writable tensor or if the ranks disagree.
+        Args:
+            handler: Function that takes ``rows`` (n, *row), the memory with the local server's rows,
+                ``local_ids`` (k,) int64, which index ``rows``, and ``values`` (k, *row), the pushed rows.
+                None restores overwriting and adding.
+
+        Raises:
+            ConfigError: on all ranks, if there is no such writable tensor or if the ranks disagree.
         """
         self._change_on_all_ranks(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
         """Let ``handler`` compute the rows that are pulled from a tensor. Every rank must call this.
 
-        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. For rows of the local
+        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. For rows on the local
         server, the pulling rank calls the handler. For other rows, the serving rank calls it. Any thread may
-        do so. The arguments and errors are those of :meth:`register_push_handler`.
+        do so. Arguments and errors are as in :meth:`register_push_handler`.
         """
         self._change_on_all_ranks(name, handler, "pull", lambda column: replace(column, on_read=handler))
 
     def nonzero(self, name: str) -> Array:
-        """Return the (n,) int64 ids of the nonzero rows of a one-dimensional tensor, ascending.
+        """Return the (n,) int64 ids with a nonzero value in a one-dimensional tensor, ascending.
 
-        Receives one bit for each row of the other servers. Not collective. Raises ConfigError if there is no
-        such tensor or it has more dimensions.
+        Receives one bit for each row on other servers. Not collective. Raises ConfigError if there is no such
+        tensor or it has more dimensions.
         """
         column = self.column(name)
         if column.info.row_shape:
@@ -461,7 +468,7 @@ class KVStore:
         return np.concatenate(ids)
 
     def count_nonzero(self, name: str) -> int:
-        """Return the number of nonzero values. Each other server sends 8 bytes. Not collective."""
+        """Count the nonzero values. Each other server sends 8 bytes. Not collective."""
         self.column(name)
         return sum(int(answer[0]) for answer in self._query_servers("count_nonzero", name))
 
@@ -488,7 +495,7 @@ class KVStore:
     def _split_by_server(self, column: Column, ids: Array, rows: Array) -> list[_Message]:
         """Return the messages to other servers. If an id is repeated, its last row is sent."""
         plan = plan_remote(ids, column.bounds, self._server)
-        # The last position of a slot is just before the start of the next slot.
+        # A slot's last position is just before the start of the next slot.
         last_positions = plan.positions[plan.starts[1:] - 1]
         messages = []
         for rank, first, end in plan.requests(self.placement.serving_ranks, column.rows_per_message):
@@ -508,8 +515,8 @@ class KVStore:
             sorted_ids = plan.ids
             cuts = plan.server_starts
         else:
-            # Owners have ascending ranges of ids, so sorting by id groups by owner. Requests may overtake
-            # each other, so all rows of one id go into one request.
+            # Each owner has one range of ids, in ascending order, so sorting by id groups by owner. Requests
+            # may overtake each other, so all rows with the same id go into one request.
             order = np.argsort(ids, kind="stable")
             values = take_rows(rows, order)
             sorted_ids = ids[order]
@@ -523,7 +530,7 @@ class KVStore:
         return messages
 
     def _submit_unanswered(self, submit: Callable[[_Message], Pending], message: _Message) -> None:
-        """Send a message of a push with ``wait=False``. Wait first if :data:`MAX_BYTES` are unanswered."""
+        """Send one message and do not wait for its answer. Wait first if :data:`MAX_BYTES` are unanswered."""
         num_bytes = payload_bytes(message.arrays)
         with self._push_lock:
             while self._unanswered:
@@ -536,7 +543,7 @@ class KVStore:
     def _finish_oldest(self, time_left_s: float) -> None:
         """Wait for the answer to the oldest unanswered push, up to ``time_left_s``.
 
-        The error of a failed push is kept for the next fence. Raises PeerError if the owner is only late.
+        If the push failed, the next fence raises its error. Raises PeerError if the owner is only late.
         """
         push = self._unanswered[0]
         try:
@@ -572,7 +579,7 @@ class KVStore:
         barrier(self.session, f"registering a handler of {name!r}")
 
     def _query_servers(self, op: str, name: str) -> Sequence[Array]:
-        """Call ``op`` for the tensor ``name`` on all servers. Return the answers in the order of servers."""
+        """Call ``op`` for the tensor ``name`` on all servers. Return one answer per server, in order."""
         ranks = self.placement.serving_ranks
         calls = {}
         # This rank answers its own call at once, so it comes last. The other servers work meanwhile.
@@ -618,7 +625,7 @@ class KVStore:
         return []
 
     def _serve_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
+        """Return one bit per local row. The first row is the highest bit in the first byte."""
         return [np.packbits(np.concatenate(list(self.column(name).find_nonzero())))]
 
     def _serve_count_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
@@ -626,21 +633,21 @@ class KVStore:
         return [np.array([sum(int(np.count_nonzero(mask)) for mask in masks)])]
 
     def _check_owned(self, name: str, ids: Array, rows: Array) -> Column:
-        """Return the column ``name``. Raise as :meth:`push`, or IndexError for rows of another owner."""
+        """Return the column ``name``. Raise as :meth:`push`, or IndexError if another rank owns a row."""
         column = self._check_rows(name, ids, rows)
         self._check_range(column, ids, *self._owners[name].get_range(self._rank))
         return column
 
 
 def _spread_replies(replies: Sequence[tuple[Pending, int, int]], plan: RemotePlan, rows: Array) -> None:
-    """Wait for ``replies``, and copy their rows to all positions of their ids in ``rows``."""
+    """Wait for ``replies``, and copy each received row to all positions in ``rows`` where its id occurs."""
     for call, first, end in replies:
         (answer,) = call.result()
         spread_rows(answer, rows, plan.starts, plan.positions, first, end)
 
 
 def _check_out(out: Tensor, num_rows: int, column: Column) -> None:
-    """Raise ConfigError if ``out`` is not a contiguous CPU tensor for ``num_rows`` rows of ``column``."""
+    """Raise ConfigError if ``out`` is not a contiguous CPU tensor for ``num_rows`` rows from ``column``."""
     shape = (num_rows, *column.info.row_shape)
     dtype = torch_dtype(column.info.dtype)
     has_memory = out.device.type == "cpu" and out.is_contiguous()

@@ -21,9 +21,9 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, f
 
 @final
 class RowOwners:
-    """Assigns one owner rank to every row. The ranks of a server own even, contiguous runs of its rows.
+    """Assigns one owner rank to every row. A server's ranks own even, contiguous runs of its rows.
 
-    All ranks of a server can read and overwrite its rows. Only the owner makes updates that depend on the old
+    All ranks on a server can read and overwrite its rows. Only the owner makes updates that depend on the old
     value, such as an optimizer step, so that no update is lost.
 
     ``bounds`` are (S + 1,) int64. Server s has the rows ``bounds[s]:bounds[s + 1]``.
@@ -40,9 +40,9 @@ class RowOwners:
 
     @cached_property
     def starts(self) -> Array:
-        """(W + 1,) int64 first row of each of the W ranks, and the number of rows.
+        """(W + 1,) int64: the first row of each rank, and the total number of rows.
 
-        Rank r owns the rows ``starts[r]:starts[r + 1]``. The ranks of a server share its rows evenly.
+        Rank r owns the rows ``starts[r]:starts[r + 1]``. A server's ranks share its rows evenly.
         """
         starts = []
         for server in range(self._topology.num_servers):
@@ -54,12 +54,12 @@ class RowOwners:
         return np.array([*starts, self._bounds[-1]], dtype=np.int64)
 
     def find_rank(self, ids: Array) -> Array:
-        """Return the (K,) int64 owner rank of each of the (K,) int64 ``ids``, which must be rows."""
+        """Return the (K,) int64 ranks that own the (K,) int64 ``ids``. The ids must be in range."""
         # Search from the right. If several ranks start at the same row, only the last one owns any.
         return np.searchsorted(self.starts, ids, side="right") - 1
 
     def get_range(self, rank: int) -> tuple[int, int]:
-        """Return the first row of ``rank``, and the end of its rows."""
+        """Return the first row that ``rank`` owns, and the row after its last."""
         return int(self.starts[rank]), int(self.starts[rank + 1])
 
 
@@ -67,15 +67,15 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PartitionBook:
-    """Owners and local ids of nodes and edges. The methods are those of DGL's RangePartitionBook.
+    """Tells owners and local ids for nodes and edges, like DGL's RangePartitionBook.
 
-    A partition is the share of one server. Ids of one type are contiguous per partition. *Homogeneous* ids
-    number the nodes (edges) of all types together: partition by partition, and type by type inside a
-    partition. Results are (K,) int64 tensors in the order of the (K,) ids.
+    A partition is what one server owns. Each partition has a contiguous range of ids within a type.
+    *Homogeneous* ids number all nodes (or all edges) across types: partition by partition, and type by type
+    inside a partition. Results are (K,) int64 tensors in the order of the given ids.
 
     Args:
         node_bounds, edge_bounds: Type to (Q + 1,) int64 bounds. Partition q owns the ids ``[q]:[q + 1]``.
-        partid: Partition of this rank.
+        partid: This rank's partition.
         num_trainers: Number of trainers in ``trainer_id``, or None if the graph was not cut for them.
     """
 
@@ -93,12 +93,12 @@ class PartitionBook:
 
     @property
     def ntypes(self) -> list[str]:
-        """Node types. The position of a type is its type id."""
+        """Node types. A type's position is its type id."""
         return list(self._nodes.types)
 
     @property
     def canonical_etypes(self) -> list[EdgeType]:
-        """Edge types as triples. The position of a type is its type id."""
+        """Edge types as triples. A type's position is its type id."""
         return list(self._edges.types)
 
     @property
@@ -127,7 +127,7 @@ class PartitionBook:
         return resolve_etype(etype, self._edges.types)
 
     def homogeneous(self) -> PartitionBook:
-        """Return the book of the homogeneous ids. It has one node type and one edge type."""
+        """Return the book for homogeneous ids. It has one node type and one edge type."""
         return PartitionBook({NODE_TYPE: self._nodes.ends}, {EDGE_TYPE: self._edges.ends}, self.partid)
 
     def node_bounds(self, ntype: str = NODE_TYPE) -> Array:
@@ -137,33 +137,33 @@ class PartitionBook:
         return self._edges.bounds(self.to_canonical_etype(etype))
 
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the partition of each node. Raise IndexError if an id does not exist."""
+        """Return the partition that owns each node. Raise IndexError if an id does not exist."""
         return self._nodes.owner(nids, ntype)
 
     def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the partition of each edge, which is the partition of its destination."""
+        """Return the partition that owns each edge. It is the partition that owns the edge's destination."""
         return self._edges.owner(eids, self.to_canonical_etype(etype))
 
     def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return all node ids of a partition, ascending. Raise ConfigError if there is no such partition."""
+        """Return all node ids in a partition, ascending. Raise ConfigError if there is no such partition."""
         return self._nodes.list_ids(partid, ntype)
 
     def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
         return self._edges.list_ids(partid, self.to_canonical_etype(etype))
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the ids relative to the first node of ``partid``. Raise IndexError if one is not its own."""
+        """Count ids from the partition's first node. Raise IndexError if another partition owns an id."""
         return self._nodes.local(nids, partid, ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
         return self._edges.local(eids, partid, self.to_canonical_etype(etype))
 
     def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Return (type id, id within the type) of homogeneous node ids."""
+        """Split homogeneous node ids into (type id, id within the type)."""
         return self._nodes.split_types(ids)
 
     def map_to_homo_nid(self, ids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the homogeneous ids of nodes of ``ntype``."""
+        """Turn ids within ``ntype`` into homogeneous node ids."""
         return self._nodes.join_types(ids, ntype)
 
     def map_to_per_etype(self, ids: Ids) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def resolve_etype(etype: str | EdgeType | None, etypes: Sequence[EdgeType]) -> E
     """Return the edge type in ``etypes`` that ``etype`` names.
 
     ``etype`` is a triple, a relation, ``source:relation:destination``, or None for the only edge type. Raise
-    ConfigError if no edge type or several of them match.
+    ConfigError if no edge type matches, or several do.
     """
     candidates = [triple for triple in etypes if etype is None or etype in (triple, triple[1])]
     if not candidates:
@@ -193,7 +193,7 @@ def resolve_etype(etype: str | EdgeType | None, etypes: Sequence[EdgeType]) -> E
 
 
 class _Ranges(Generic[K]):
-    """Id ranges of the nodes or the edges. They implement the methods of :class:`PartitionBook`."""
+    """Id ranges for nodes or for edges. They implement the methods of :class:`PartitionBook`."""
 
     def __init__(self, bounds: Mapping[K, Array], what: str) -> None:
         self._what = what
@@ -210,7 +210,7 @@ class _Ranges(Generic[K]):
 
     @property
     def ends(self) -> Array:
-        """(P + 1,) first homogeneous id of each partition, and the end."""
+        """(P + 1,) first homogeneous id in each partition, and the end."""
         return np.concatenate([[0], np.cumsum(self._ids.counts.sum(axis=0))])
 
     def total(self, key: K | None) -> int:
@@ -250,7 +250,7 @@ class _Ranges(Generic[K]):
 
 @dataclass(frozen=True)
 class Placement:
-    """Assigns the parts of a dataset to servers in contiguous blocks that are as even as possible."""
+    """Assigns a dataset's parts to servers in contiguous blocks that are as even as possible."""
 
     num_parts: int
     topology: Topology
@@ -266,11 +266,11 @@ class Placement:
 
     @cached_property
     def server_of_part(self) -> Array:
-        """(P,) int64 server of each part. Part p is on server p * S // P."""
+        """(P,) int64: the server that holds each part. Part p is on server p * S // P."""
         return np.arange(self.num_parts, dtype=np.int64) * self.topology.num_servers // self.num_parts
 
     def parts_of_server(self, server: int) -> range:
-        """Return the consecutive parts of ``server``. There is at least one."""
+        """Return the consecutive parts on ``server``. There is at least one."""
         first, end = np.searchsorted(self.server_of_part, [server, server + 1], side="left")
         return range(int(first), int(end))
 
@@ -279,7 +279,7 @@ class Placement:
         return self.parts_of_server(self.topology.server)
 
     def server_offsets(self, offsets: Array) -> Array:
-        """Merge (P + 1,) int64 id offsets of parts into (S + 1,) int64 offsets of servers."""
+        """Merge (P + 1,) int64 id offsets by part into (S + 1,) int64 offsets by server."""
         servers = np.arange(self.topology.num_servers + 1)
         first_parts = np.searchsorted(self.server_of_part, servers, side="left")
         return np.asarray(offsets, dtype=np.int64)[first_parts]
@@ -288,46 +288,47 @@ class Placement:
     def serving_ranks(self) -> tuple[int, ...]:
         """For each server, the rank that this rank asks for rows. For its own server, that is this rank.
 
-        To spread the load, local rank i asks local rank i modulo the number of ranks of the other server.
+        To spread the load, local rank i asks the other server's local rank i modulo the number of ranks
+        there.
         """
         ranks_by_server = map(self.topology.ranks_of_server, range(self.topology.num_servers))
         return tuple(ranks[self.topology.local_rank % len(ranks)] for ranks in ranks_by_server)
 
 
 MAX_MESSAGE_BYTES = FRAME_BYTES
-"""Maximum size in bytes of the rows of one message. One frame holds them. More rows need several messages, so
-that some are copied while others are in transit. Replies of 1 MiB cost the serving rank 1.5 times as much."""
+"""Maximum bytes that the rows in one message take. One frame holds them. More rows need several messages, so
+that some are copied while others are in transit. Replies of 1 MiB cost the serving rank 1.5 times as much.
+"""
 
 
 def rows_per_message(row_bytes: int) -> int:
-    """Return the maximum number of rows of ``row_bytes``, each with its id, for one message. At least 1."""
+    """Return how many rows with their ids fit in one message, at least 1. A row has ``row_bytes`` bytes."""
     return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
 
 
 def split_ids(
     ids: Array, bounds: Array, topology: Topology, *, force_even: bool = True, trainer_of: Array | None = None
 ) -> Array:
-    """Return the ids of ``topology.rank`` when ``ids`` are divided among all ranks.
+    """Divide ``ids`` among all ranks, and return the ids that ``topology.rank`` gets.
 
-    Each id goes to one rank. A server assigns its ids to its ranks at random, with the number of the server
-    as seed, so every rank can compute the same result.
+    Each id goes to one rank. A server assigns its ids to its ranks at random. The random seed is the server's
+    number, so every rank can compute the same result.
 
     Args:
         ids: (n,) int64 distinct ids, ascending.
         bounds: (S + 1,) int64. Server s owns the ids ``bounds[s]`` to ``bounds[s + 1] - 1``.
-        topology: Ranks of each server, and the rank to return the ids of.
-        force_even: Whether the number of ids may differ by at most one between any two ranks. A server then
-            gets a contiguous range of ``ids``, and may own only some of them. Otherwise each server divides
-            the ids that it owns.
-        trainer_of: (n,) preferred rank of each id, or None if there are no preferences. With ``force_even``,
-            an id goes to another rank if its preferred rank has its number of ids already.
+        topology: Ranks by server, and the rank whose ids are returned.
+        force_even: Whether any two ranks may differ by at most one id. A server then gets a contiguous range
+            of ``ids``, and may own only some of them. Otherwise each server divides the ids that it owns.
+        trainer_of: (n,) preferred rank for each id, or None if there are no preferences. With ``force_even``,
+            an id goes to another rank if its preferred rank is already full.
 
     Returns:
-        (k,) int64 ids of the rank, ascending.
+        (k,) int64 ids, ascending.
     """
     server = topology.server
     ranks = topology.ranks_of_server(server)
-    # The ids of this server are ids[first:end]. Local rank r gets quota[r] of them.
+    # This server's ids are ids[first:end]. Local rank r gets quota[r] ids from this range.
     if force_even:
         quota_of_all = _compute_even_quota(len(ids), topology.world_size)
         quota = quota_of_all[ranks[0] : ranks[-1] + 1]
@@ -360,7 +361,7 @@ def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
 
 
 def _assign_preferred(preferred: Array, quota: Array) -> Array:
-    """Return the (n,) local rank of each id. Rank r gets ``quota[r]`` ids, first those that prefer rank r."""
+    """Assign the (n,) ids to local ranks. Rank r gets ``quota[r]`` ids, first those that prefer rank r."""
     local_ranks = np.full(len(preferred), -1, dtype=np.int64)
     for local_rank, num_ids in enumerate(quota):
         positions = np.flatnonzero(preferred == local_rank)
@@ -395,8 +396,8 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
 def integer_ids(index: Ids, count: int, what: str) -> Array:
     """Return the (K,) int64 ids that ``index`` names. Only a mask and a slice are compared with ``count``.
 
-    Raises IndexError if a mask does not have ``count`` elements, or ``index`` is not one-dimensional, is not
-    of integers, or is of uint8 and could be a mask or ids.
+    Raises IndexError if a mask does not have ``count`` elements. Also raises it if ``index`` is not
+    one-dimensional, has a dtype other than integer or bool, or has dtype uint8 and could be a mask or ids.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(count), dtype=np.int64)

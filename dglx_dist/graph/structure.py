@@ -1,4 +1,4 @@
-"""In-edges of one edge type: replicated on every server, or partitioned over the servers."""
+"""In-edges by destination, for one edge type: replicated on every server, or partitioned over the servers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class CSCShard:
-    """In-edges of consecutive destinations, for compiled kernels."""
+    """In-edges into consecutive destinations, for compiled kernels."""
 
     indptr: Array
     """(n + 1,) int64 row starts, beginning with 0."""
@@ -42,7 +42,7 @@ class CSCShard:
 
 @dataclass(frozen=True, kw_only=True)
 class InEdges:
-    """Some in-edges of K nodes, node by node."""
+    """Some in-edges into K nodes, node by node."""
 
     indptr: Array
     """(K + 1,) int64 row starts. The edges of the k-th node are at ``indptr[k]:indptr[k + 1]``."""
@@ -63,14 +63,15 @@ PendingAnswers: TypeAlias = Callable[[], list[Array]]
 """Function that computes local answers, waits for the others and returns all. One thread calls it."""
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
-"""Function from (piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending
-ids of edges that must not be drawn) to the drawn in-edges. Requests of rows have (C, k) int64 in place of the
-ids, see :meth:`Structure.submit`."""
+"""Function that draws in-edges. Its arguments are a piece of the structure, (k,) int64 global ids of nodes in
+it, parameters, and (X,) int64 ascending ids of edges that must not be drawn. For requests with rows, the ids
+are (C, k) int64 rows, see :meth:`Structure.submit`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """In-edges of some distinct nodes, and the positions of these nodes among the requested nodes."""
+    """In-edges into some distinct nodes, and where these nodes occur among the requested nodes."""
 
     edges: InEdges
     starts: Array
@@ -80,7 +81,7 @@ class Piece:
 
 
 def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
-    """Return the in-edges of ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
+    """Join in-edges into ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
     if len(pieces) == 1 and np.array_equal(pieces[0].positions, np.arange(num_nodes)):
         return pieces[0].edges
 
@@ -101,7 +102,7 @@ def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
 
 
 def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
-    """Return [sources, destinations, edge ids], (e,) int64 each, which are 24 bytes per edge."""
+    """Return [sources, destinations, edge ids], (e,) int64 each. They take 24 bytes per edge."""
     destinations = np.repeat(nodes, np.diff(edges.indptr))
     return [edges.sources.astype(np.int64, copy=False), destinations, edges.edge_ids]
 
@@ -111,8 +112,8 @@ def from_wire(
 ) -> InEdges:
     """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
 
-    Raises ValueError if the answer has other nodes, sources outside [0, ``num_sources``), or edges outside
-    ``edge_range``, which holds the first id and the end of the ids.
+    ``edge_range`` holds the first edge id and the end. Raises ValueError if the answer has other nodes, edges
+    outside ``edge_range``, or sources outside [0, ``num_sources``).
     """
     # All values are checked, because compiled code uses them as indices without checks.
     sources, destinations, edge_ids = arrays
@@ -129,7 +130,7 @@ def from_wire(
 
 
 def _check_answer_ids(name: str, ids: Array, first: int, end: int) -> None:
-    """Raise ValueError if one of ``ids`` is outside [``first``, ``end``)."""
+    """Raise ValueError if an id is outside [``first``, ``end``)."""
     position = find_first_outside(ids - first, end - first)
     if position >= 0:
         raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {first} to {end - 1}")
@@ -158,16 +159,16 @@ def rows_from_wire(
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", exclude: Array = NO_EDGES) -> InEdges:
-    """Return all in-edges of the (k,) int64 ``nodes``, for each node ascending by edge id.
+    """Return all in-edges into the (k,) int64 ``nodes``. Each node's edges are ascending by id.
 
-    This is a draw of all edges, so ``exclude`` must be empty.
+    A draw that takes all edges cannot leave some out, so ``exclude`` must be empty.
     """
     assert not len(exclude), "a draw of all in-edges cannot leave edges out"
     rows = nodes - shard.first_node
     starts = shard.indptr[rows]
     degrees = shard.indptr[rows + 1] - starts
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)])
-    # Result index i of a node lies as far from the node's start in the result as its edge from `starts`.
+    # An edge's index in the result is as far from its node's start there as the edge is from `starts`.
     edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], degrees)
     sources = shard.indices[edges].astype(np.int64)
     return InEdges(indptr=indptr, sources=sources, edge_ids=edges + shard.first_edge)
@@ -176,7 +177,7 @@ def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", exclude: 
 def count_sources(
     shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
 ) -> Array:
-    """Return the (N,) number of edges of each source, to all destinations or to the range ``nodes``."""
+    """Count the edges from each source, as (N,). With ``nodes``, only edges into this id range count."""
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
         shard_range = shard.first_node, shard.last_node
@@ -195,7 +196,7 @@ def _count(sources: Array, counts: Array) -> None:
 def _copy_to_positions(
     indptr: Array, values: Array, starts: Array, positions: Array, out_ptr: Array, out: Array
 ) -> None:
-    """Copy the edge values of each node to all of its positions among the requested nodes, see `Piece`."""
+    """Copy each node's edge values to every position where the node was requested, see `Piece`."""
     for node in range(len(indptr) - 1):
         for request in range(starts[node], starts[node + 1]):
             index = out_ptr[positions[request]]
@@ -206,9 +207,9 @@ def _copy_to_positions(
 
 @njit(cache=True, nogil=True)
 def _find_row_starts(nodes: Array, destinations: Array, indptr: Array) -> int:
-    """Write the (k + 1,) ``indptr`` of edges whose (e,) ``destinations`` are in the order of the k ``nodes``.
+    """Write the (k + 1,) row starts to ``indptr``, if the (e,) ``destinations`` have the order of ``nodes``.
 
-    Return the number of edges up to the first one out of this order. It is e if all are in order.
+    Return how many edges precede the first one that is out of order. This is e if all are in order.
     """
     edge = 0
     indptr[0] = 0
@@ -221,7 +222,7 @@ def _find_row_starts(nodes: Array, destinations: Array, indptr: Array) -> int:
 
 @njit(cache=True, nogil=True)
 def _count_outside(indptr: Array, indices: Array, rows: Array, first: int, last: int) -> Array:
-    """Return for each of (k,) ``rows`` the number of its edges with a source outside [first, last)."""
+    """Count, for each of the (k,) ``rows``, the edges with a source outside [first, last)."""
     counts = np.zeros(len(rows), np.int64)
     for i in range(len(rows)):
         for edge in range(indptr[rows[i]], indptr[rows[i] + 1]):
@@ -231,11 +232,11 @@ def _count_outside(indptr: Array, indices: Array, rows: Array, first: int, last:
 
 
 class Structure:
-    """In-edges of one edge type over global ids. Only :meth:`serve` is collective.
+    """In-edges by destination, for one edge type and global ids. Only :meth:`serve` is collective.
 
     Args:
-        num_sources: Number of nodes of the source type.
-        shards: Structure in this server's memory, in the order of the ids. Read-only.
+        num_sources: Number of nodes that have the source type.
+        shards: Structure in this server's memory, in id order. Read-only.
     """
 
     num_destinations: int
@@ -269,24 +270,24 @@ class Structure:
         layer: int = 0,
         phase: str = "sampling",
     ) -> Callable[[], InEdges]:
-        """Request in-edges of nodes and return at once, before local nodes are drawn.
+        """Request in-edges into nodes and return at once, before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 bytes per edge. A request also has 8 bytes for
-        each excluded edge of the server that answers. A request of rows sends 8 C bytes per remote row, and
-        receives 8 bytes per row and 16 per edge.
+        each excluded edge that the answering server owns. A request with (C, K) rows sends 8 C bytes per
+        remote row, and receives 8 bytes per row and 16 per edge.
 
         Args:
             op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges.
             nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated. Or (C, K)
-                int64 rows of a node and C - 1 other values that its draw depends on.
+                int64 values: the ids first, and then C - 1 other values that each draw depends on.
             parameters: Parameters for the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: Keys of the traffic ledger.
 
         Returns:
-            Function that draws for the local server's nodes, waits for the others, and returns all in-edges
-            in the order of the nodes. The submitting thread must call it. It raises PeerError if an owner is
-            dead or silent, and RemoteError if an owner cannot answer.
+            Function that draws for the local server's nodes, waits for the others, and returns all in-edges,
+            in node order. The submitting thread must call it. It raises PeerError if an owner is dead or
+            silent, and RemoteError if an owner cannot answer.
         """
         draw = self._get_draw(op)
         submit = self._submit_remote if nodes.ndim == 1 else self._submit_remote_rows
@@ -299,18 +300,18 @@ class Structure:
         return wait
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
-        """Return in-edges of the (K,) int64 ``nodes``. ``options`` are those of :meth:`submit`."""
+        """Return in-edges into the (K,) int64 ``nodes``. :meth:`submit` describes ``options``."""
         return self.submit(op, nodes, parameters, **options)()
 
     def close(self) -> None:
         """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) int64 in-degrees of nodes. ``outside`` is a range of sources that do not count."""
+        """Count the in-edges at each node, as (K,) int64. Sources in the range ``outside`` do not count."""
         return self._count_in_edges(nodes, outside)[0]
 
     def count_edges_before(self, node: int) -> int:
-        """Return the number of in-edges in :attr:`shards` of all destinations below ``node``."""
+        """Count the in-edges in :attr:`shards` into all destinations below ``node``."""
         total = 0
         for shard in self.shards:
             row = min(max(node, shard.first_node), shard.last_node) - shard.first_node
@@ -318,11 +319,11 @@ class Structure:
         return total
 
     def out_degrees(self, nodes: Array) -> Array:
-        """Return the (K,) int64 number of out-edges of existing sources."""
+        """Count the out-edges at each existing source, as (K,) int64."""
         return self._count_out_edges(nodes)[0]
 
     def submit_find_edges(self, edge_ids: Array) -> PendingAnswers:
-        """Request [sources, destinations], (K,) int64 each, of existing edges, and return at once."""
+        """Request [sources, destinations], (K,) int64 each, for existing edges, and return at once."""
         return lambda: list(self._find_edges(edge_ids))
 
     def _submit_remote(
@@ -341,10 +342,10 @@ class Structure:
         return self._draws[op]
 
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        """Draw in-edges of the nodes that are on this server. Return one piece per shard that has any.
+        """Draw in-edges into the nodes on this server. Return one piece per shard that has such nodes.
 
-        ``nodes`` are the (K,) ids, or (R, K) rows of numbers with the ids first. ``parameters`` and
-        ``exclude`` are passed to ``draw``.
+        ``nodes`` are the (K,) ids, or (C, K) values with the ids first. ``parameters`` and ``exclude`` are
+        passed to ``draw``.
         """
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
@@ -354,7 +355,7 @@ class Structure:
             if len(positions) < nodes.shape[-1]:
                 local_nodes = np.ascontiguousarray(nodes[..., positions])
             edges = draw(shard, local_nodes, parameters, exclude)
-            # Here every node is asked for once. Pieces of other servers may answer several positions.
+            # Here every node is asked for once. Pieces from other servers may answer several positions.
             starts = np.arange(len(positions) + 1)
             pieces.append(Piece(edges=edges, starts=starts, positions=positions))
         return pieces
@@ -365,7 +366,7 @@ class Structure:
             yield shard, np.flatnonzero((ids >= shard.first_node) & (ids < shard.last_node))
 
     def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
-        """Return a list of one (K,) int64 array: the in-degrees of ``nodes``, 0 if a node is not local."""
+        """Return a list with one (K,) int64 array: the in-degrees, or 0 for nodes that are not local."""
         degrees = np.zeros(len(nodes), dtype=np.int64)
         for shard, positions in self._find_local_nodes(nodes):
             rows = nodes[positions] - shard.first_node
@@ -376,7 +377,7 @@ class Structure:
         return [degrees]
 
     def _count_out_edges(self, nodes: Array) -> Sequence[Array]:
-        """Return a list of one (K,) int64 array: for each node, the number of its edges to local nodes."""
+        """Return a list with one (K,) int64 array: how many edges lead from each node to local nodes."""
         if self._local_out_degrees is None:
             # Count at the first request and not earlier, because counting reads every edge.
             self._local_out_degrees = count_sources(self.shards, self.num_sources)
@@ -399,7 +400,7 @@ class Structure:
 
 @final
 class ReplicatedStructure(Structure):
-    """The complete structure in the memory of each server. The index of an edge is its id."""
+    """The complete structure in each server's memory. An edge's index is its id."""
 
     is_replicated = True
 
@@ -412,7 +413,7 @@ class ReplicatedStructure(Structure):
 
 @final
 class PartitionedStructure(Structure):
-    """The local server's parts in memory. In-edges of other parts come from their servers by one-sided calls.
+    """The local server's parts in memory. One-sided calls to other servers return the other in-edges.
 
     The constructor is collective. It raises StorageError on all ranks if a part cannot be opened on its
     server. All ranks pass the same ``label``, which is unique in the session.
@@ -460,9 +461,9 @@ class PartitionedStructure(Structure):
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
-        """Request the in-edges of nodes of other servers. The parameters are those of :meth:`submit`.
+        """Request in-edges into nodes on other servers, with the same parameters as :meth:`submit`.
 
-        Return a function that waits for the answers and returns one piece for each request.
+        Return a function that waits for the answers and returns one piece per request.
         """
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         submit = self._session.rpc.submit
@@ -486,7 +487,7 @@ class PartitionedStructure(Structure):
     def _submit_remote_rows(
         self, op: str, rows: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
-        """Request the rows of other servers as :meth:`_submit_remote` requests nodes."""
+        """Request draws for rows on other servers, as :meth:`_submit_remote` does for nodes."""
         servers = np.searchsorted(self._node_bounds, rows[0], side="right") - 1
         calls = []
         for server, rank in enumerate(self._placement.serving_ranks):
@@ -513,7 +514,7 @@ class PartitionedStructure(Structure):
         return wait
 
     def _find_excluded(self, rank: int, exclude: Array) -> tuple[Array, list[Array]]:
-        """Return the range of edges of a rank's server, and the excluded edges to send to it, if any."""
+        """Return the edge range that a rank's server owns, and the excluded edges to send to it, if any."""
         server = self._placement.topology.server_of_rank[rank]
         edge_range = self._edge_bounds[server : server + 2]
         begin, end = np.searchsorted(exclude, edge_range)
