@@ -418,7 +418,7 @@ class Session:
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
 
         atexit.register(self._at_exit)
-        call_at_fork(call_if_alive(self._release_in_fork))
+        call_at_fork(call_if_alive(self._release_in_fork), call_if_alive(self._list_signals))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ConfigError, because a session and objects with a session cannot be pickled or copied."""
@@ -573,6 +573,9 @@ class Session:
     def _close_pipes(self, *, forked: bool = False) -> None:
         while self._pipes:
             self._pipes.pop().close(forked=forked)
+
+    def _list_signals(self) -> list[int]:
+        return [number for pipe in self._pipes for number in pipe.list_signals()]
 
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)

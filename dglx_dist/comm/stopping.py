@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 
@@ -32,34 +32,43 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def call_if_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls the bound ``method`` while its object exists.
+_T = TypeVar("_T")
+
+
+def call_if_alive(method: Callable[[], _T]) -> Callable[[], _T | None]:
+    """Return a function that calls the bound ``method`` while its object exists, and then returns None.
 
     The function holds only a weak reference to the object.
     """
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call() -> _T | None:
         bound_method = reference()
-        if bound_method is not None:
-            bound_method()
+        return None if bound_method is None else bound_method()
 
     return call
 
 
-def call_at_fork(release: Callable[[], None]) -> None:
+def call_at_fork(release: Callable[[], object], list_signals: Callable[[], Sequence[int] | None]) -> None:
     """Call ``release`` in every process that is forked from now on, before signals can reach that process.
 
     A forked process shares the pipe of :class:`SignalPipe` with its parent until it has released the pipe. A
-    signal to the forked process would be written there and end the parent.
+    signal to the forked process would be written there and end the parent. So the signals that
+    ``list_signals`` returns stay blocked from before the fork until then. They must be those of a
+    :class:`SignalPipe`. Its handlers raise no errors, which Python would drop in the callbacks of a fork.
     """
     masks = threading.local()
 
     def block_signals() -> None:
-        masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        masks.previous = None
+        # The handler of another signal may raise an error in either call. Read the mask before it changes.
+        masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        signal.pthread_sigmask(signal.SIG_BLOCK, list_signals() or ())
 
     def restore_signals() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.previous)
+        previous = getattr(masks, "previous", None)
+        if previous is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def release_and_restore_signals() -> None:
         try:
@@ -106,6 +115,10 @@ class SignalPipe:
             signal.signal(number, self._handle)
         threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
 
+    def list_signals(self) -> list[int]:
+        """Return the signals that this object handles now."""
+        return [number for number in self._previous if signal.getsignal(number) == self._handle]
+
     def close(self, *, forked: bool = False) -> None:
         """Restore the handlers. If this is not the main thread, signals end the process from now on."""
         if not self._previous:
@@ -115,9 +128,9 @@ class SignalPipe:
             self._action = end_process
             return
 
-        for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)  # type: ignore[arg-type]  # the handler comes from getsignal
+        for number in self.list_signals():
+            handler = self._previous[number]
+            signal.signal(number, handler)  # type: ignore[arg-type]  # the handler comes from getsignal
         self._previous = {}
 
         current = signal.set_wakeup_fd(self._previous_wakeup)

@@ -831,7 +831,7 @@ def link_loader(
         negatives: Number of negatives per edge and replaced end. The destination is replaced, and the source
             too if both ends of all targets are of one type.
         inputs: Input rows of the training.
-        opened: Strategy that makes the loader in a trial. None: the strategy of the session.
+        opened: Strategy that makes the loader in a trial. None: the session's strategy.
         options: Options of :class:`DistEdgeDataLoader`.
 
     Raises:
