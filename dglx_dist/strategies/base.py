@@ -75,7 +75,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What an :class:`EpochTrainer` minimizes, and how it scales gradients and learning rates."""
+    """Loss, data names, clipping and learning rates for an :class:`EpochTrainer`."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None
     """Maps (B, C) scores and (B,) labels to their mean loss. None if the user defined the task."""

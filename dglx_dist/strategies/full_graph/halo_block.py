@@ -487,7 +487,7 @@ def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tens
 
 @final
 class OwnCount(Tensor):
-    """What ``batch_num_nodes`` returns for a local graph, (1,) int64. It only allows repetition.
+    """Node count that ``batch_num_nodes`` returns for a local graph, (1,) int64. It only allows repetition.
 
     DGL uses it to repeat a graph's row for each node (``broadcast_nodes``), which is right on every rank. DGL
     also uses it to reduce over all nodes, but here only this rank's nodes would be reduced.

@@ -162,7 +162,7 @@ class HaloExchange:
         self.num_halo = len(layer.halo_nodes)
         self.num_edges = len(layer.edge_ids)
         self._sent_rows = {torch.device("cpu"): [torch.from_numpy(rows) for _, rows in layer.send]}
-        """Which rows go to each peer, as positions, by device."""
+        """Positions of the rows that go to each peer, by device."""
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive

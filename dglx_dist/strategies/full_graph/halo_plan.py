@@ -132,7 +132,7 @@ class RankPlan:
     layers: tuple[HaloLayer, ...]
     """The L layers, input layer first."""
     external_nodes: int
-    """Feature rows that this server fetches once from other servers, |R_i^0 without I_i|, as a count."""
+    """Number of feature rows that this server fetches once from other servers, |R_i^0 without I_i|."""
     edge_counts: Array = field(default_factory=lambda: NO_IDS)
     """(L * R,) int64 edge counts over all ranks, by layer and edge type. Empty with a single type."""
     covers: tuple[Cover, ...] = ()

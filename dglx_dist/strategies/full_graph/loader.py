@@ -113,7 +113,7 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """What all plans have in common."""
+    """Parameters that all plans share."""
 
     num_layers: int
     hops: int

@@ -107,7 +107,7 @@ class PartitionContext:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan depends on. Except for the seeds, all is equal on all ranks."""
+    """Parameters for one plan. Except for the seeds, they are equal on all ranks."""
 
     seeds: Ids
     """(K,) ids or a node mask. The nodes may be on any server. Duplicates count once, even across ranks."""

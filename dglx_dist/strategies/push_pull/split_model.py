@@ -391,7 +391,7 @@ class ColumnLayerNorm:
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Where the first layer's arguments come from."""
+    """The origins of the first layer's arguments."""
 
     origins: Mapping[str, Origin]
     """Origins by node type for the input rows."""
