@@ -203,7 +203,7 @@ class PlanSource:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
-        """Epoch and step expected by the next request."""
+        """Epoch and step that the next request should have."""
         self.row_cache: PlanCache | None = None
         """Disk cache for columns at planned rows, or None if they are not kept on disk."""
 

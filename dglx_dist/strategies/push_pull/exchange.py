@@ -1,4 +1,4 @@
-"""Groups of ranks that together hold all columns, and the messages in which they exchange activations.
+"""Groups of ranks that together hold all columns, and how they exchange activations and gradient norms.
 
 Every rank is both a part, which holds some columns and their rows in the layer-1 weights, and an owner, which
 has its own batches. All members must post the same transfers in the same order.

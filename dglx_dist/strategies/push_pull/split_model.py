@@ -783,7 +783,7 @@ def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kw
 
 
 def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]:
-    """Return the first convolution with ``width`` input columns, as its name and its stages.
+    """Find the first convolution with ``width`` input columns, and return its name and its stages.
 
     Raises ConfigError if there is none, or it cannot be split.
     """
@@ -812,7 +812,7 @@ def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]
 def find_typed_layer(
     model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]
 ) -> tuple[str, SplittableConv]:
-    """Return the first layer that reads several types with ``widths`` columns, as its name and its stages.
+    """Find the first layer that reads several types with ``widths`` columns. Return its name and stages.
 
     Raises ConfigError if there is none, or it cannot be split.
     """

@@ -233,7 +233,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return self.refuse("rows of other nodes than the ends of edges", "pass messages along edges instead")
 
     def _is_all_rows(self, name: str, args: Any, result: Any) -> bool:
-        """True if the operation takes a slice that has all rows.
+        """Return whether the operation takes a slice that has all rows.
 
         Sources and targets are the same nodes here, so slicing rows down to the target nodes keeps all rows.
         """
@@ -310,8 +310,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if operator == "copy_lhs" and how == "sum":
             factors = self._find_projection(rows)
             if factors is not None:
-                # A sum over products is the product with the sum. Summing constant features needs neither a
-                # Scatter nor a gradient.
+                # Summing rows first and multiplying by the matrix afterwards gives the same result. For
+                # constant features, the sum needs neither a Scatter nor a gradient.
                 features, weight = factors
                 return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
 
@@ -465,7 +465,7 @@ class ModelCall:
         return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
 
     def run(self, block: Any, x: Tensor, degrees: Callable[[str], Tensor] | None = None) -> Any:
-        """Call the model. ``degrees`` returns "in_degrees" or "out_degrees" for all nodes.
+        """Call the model. ``degrees`` maps "in_degrees" or "out_degrees" to the degrees.
 
         Ready-made models read degrees from the distributed graph, so its methods are replaced meanwhile.
         """
@@ -548,7 +548,7 @@ def find_call(
 ) -> tuple[ModelCall, ScoredRecording]:
     """Find out how ``model`` is called: with a list of blocks or with one graph, and with how many blocks.
 
-    Among several block counts, the smallest one is taken with which the model uses the most weights.
+    If several block counts work, the smallest with which the model uses the most weights is taken.
 
     Returns:
         The call, and its recording on the first random graph.

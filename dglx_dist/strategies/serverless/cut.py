@@ -86,9 +86,9 @@ class TensorPiece:
 
 @final
 class Cutter:
-    """Cuts the first recording in ``recordings``. The second comes from a graph with another size.
+    """Cuts the first of two ``recordings``. The second comes from a graph with another size.
 
-    A number that differs between the recordings is a size of the graph. An operation runs as late as its
+    A number that differs between the recordings depends on the graph's size. An operation runs as late as its
     result allows, so that few rows travel. A piece's depth says how many graph operations come before it.
     """
 
@@ -144,7 +144,7 @@ class Cutter:
     # Depths.
 
     def _is_once(self, value: Value) -> bool:
-        """True if ``value`` is computed once, before the first epoch, or is an input."""
+        """Return whether ``value`` is computed once, before the first epoch, or is an input."""
         if value.per is None or not value.is_constant:
             return False
         if value.per == "node" or value.producer is None:
@@ -219,7 +219,7 @@ class Cutter:
         return self._pieces.get((depth, value.per))
 
     def _read(self, piece: TensorPiece, value: Value) -> None:
-        """Add ``value`` to the inputs that ``piece`` has, if the piece does not compute it."""
+        """Make ``value`` an input to ``piece``, if the piece does not compute it."""
         if value.producer is not None and value.producer.kind == "scatter":
             source, end = value.producer.inputs[0], value.producer.name
             self._materialise(source, 0)

@@ -318,7 +318,7 @@ class GraphServer:
         return self.part.edges_of(interval) if runs_on_edges else self.part.nodes_of(interval)
 
     def first_id(self, step: int) -> int:
-        """Return the global id that the first own row has in ``step``."""
+        """Return the global id of the first own row in ``step``."""
         graph = self.part.graph
         return graph.first_edge if self._runs_on_edges(step) else int(graph.starts[graph.rank])
 
@@ -547,7 +547,7 @@ class GraphServer:
         return float(total[0]), int(total[1])
 
     def correct(self, epoch: int) -> int:
-        """Count the own nodes that ``epoch`` has predicted correctly so far."""
+        """Count the own nodes that are predicted correctly in ``epoch`` so far."""
         with self._lock:
             by_interval = self._statistics.get(epoch, {})
             return int(sum(num_correct for _, num_correct in by_interval.values()))
@@ -614,7 +614,7 @@ class GraphServer:
         trained_inputs = [
             position for position, item in enumerate(step.inputs) if item.slot in self.program.trained_slots
         ]
-        # Gradients come in the order that these inputs have, and a slot may be more than one input.
+        # Gradients come in the same order as these inputs, and a slot may be more than one input.
         input_positions = iter(trained_inputs)
         for item, array in zip(items, arrays, strict=True):
             if item.role is Role.OUTPUT:
@@ -737,7 +737,7 @@ class GraphServer:
             yield peer, [positions, *gradients]
 
     def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:
-        """Add to ``out`` (k, width) what the (k,) ``nodes`` get as gradients for ``slot`` over out-edges."""
+        """Add the gradients that the (k,) ``nodes`` get for ``slot`` over out-edges to ``out`` (k, width)."""
         graph = self.part.graph
         out_indptr, out_edges = graph.out_indptr, graph.out_edges
         for (published_slot, index, _), gradients in self._published.items():

@@ -79,7 +79,7 @@ class IntervalProgress:
         """The epoch from which asynchronous training is synchronous, or None if none is known."""
         self._peer_positions = dict.fromkeys(peers, first_position)
         self._correct_counts: dict[int, dict[int, int]] = {}
-        """How many predictions are correct, by epoch and server, from ``_undecided_epoch`` on."""
+        """Correct prediction counts by epoch and server, from ``_undecided_epoch`` on."""
         self._undecided_epoch = first_epoch
         """The first epoch for which some server's correct predictions are not known."""
 
@@ -101,7 +101,7 @@ class IntervalProgress:
         return self.synchronous_from is not None and epoch >= self.synchronous_from
 
     def is_known(self, epoch: int) -> bool:
-        """Return whether it is known that ``epoch`` is or is not synchronous."""
+        """Return whether the mode of ``epoch``, synchronous or not, is decided."""
         # The predictions in epoch e decide on epoch e + S + 1, see the class.
         deciding_epoch = epoch - self._options.staleness - 1
         return not self._may_switch or deciding_epoch < self._undecided_epoch
@@ -383,7 +383,7 @@ class ThreadScheduler:
         num_cores = max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
         self._num_threads = server.options.threads or num_cores
         self._early_launches: dict[ScheduledTask, ScheduledTask] = {}
-        """Worker tasks that are launched when the task before starts, by the task before."""
+        """Maps a task to the worker task after it, which is launched when the first one starts."""
         if server.options.mode != "no_pipe":
             self._early_launches = _find_early_launches(server.schedule)
 
@@ -558,7 +558,7 @@ class ThreadScheduler:
         self._enqueue_all()
 
     def _serve(self, queue: _Queue) -> None:
-        """Run the actions in ``queue`` until the first failure or an action None. Each thread runs this."""
+        """Run actions from ``queue`` until one fails or an action is None. Each thread runs this."""
         while True:
             _, _, action = queue.get()
             if action is None:
@@ -636,7 +636,7 @@ class ThreadScheduler:
 
 
 def _find_early_launches(schedule: Sequence[ScheduledTask]) -> dict[ScheduledTask, ScheduledTask]:
-    """Return worker tasks in ``schedule`` that may be launched early, by the task before each.
+    """Return the worker tasks that may be launched early, each under the task before it.
 
     The task before must run on the graph server, and there must be no barrier between the two.
     """

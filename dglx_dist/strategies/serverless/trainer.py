@@ -101,8 +101,11 @@ _PEER_CHECK_INTERVAL_S = 5.0
 class Engine:
     """Runs epochs on this rank together with all other ranks. All methods but :meth:`abandon` are collective.
 
-    ``weights`` are the first weights, in program order. ``weights`` and ``update`` are equal on all ranks.
-    ``first_epoch`` and ``synchronous_from`` are as in :class:`IntervalProgress`.
+    Args:
+        weights: The first weights, in program order. They are equal on all ranks.
+        update: The optimizer step, equal on all ranks.
+        first_epoch: See :class:`IntervalProgress`.
+        synchronous_from: See :class:`IntervalProgress`.
     """
 
     def __init__(
@@ -388,10 +391,16 @@ class IntervalLoader:
         self._epoch += epochs
 
     def own_targets(self) -> tuple[Array, int]:
-        """Return which own nodes are trained on, (n,) bool, and M, their count over all ranks. Collective.
+        """Find this rank's training nodes, and check that no node is given twice. Collective.
 
-        Sends 16 bytes per training node that another rank owns. Raises ConfigError on all ranks if two ranks
-        have the same node, or if there is no training node.
+        Sends 16 bytes per training node that another rank owns.
+
+        Returns:
+            Which own nodes are trained on, (n,) bool, and M, the number of training nodes on all ranks.
+
+        Raises:
+            ConfigError: two ranks have the same node, or there is no training node. It is raised on all
+                ranks.
         """
         g = self.g
         (ntype,) = g.ntypes
@@ -798,7 +807,7 @@ def _make_edge_slot(name: str, data: DistTensor) -> Slot | None:
 
 
 def _with_loss(captured: Captured, g: DistGraph, objective: Objective, num_train: int) -> Captured:
-    """Return ``captured`` with the loss and the labels that ``objective`` has."""
+    """Return ``captured`` with the loss and the labels from ``objective``."""
     if objective.label not in g.ndata:
         raise ConfigError(f"the nodes have no labels {objective.label!r} (known: {', '.join(g.ndata)})")
     labels = g.ndata[objective.label]
