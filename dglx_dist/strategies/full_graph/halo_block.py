@@ -235,7 +235,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         self.pair_rows: Any = None
         """Exchange for the rows that this batch's pairs need, if it is an edge batch."""
         self.has_edges_elsewhere = False
-        """Whether other ranks have edges with this type, so that a model must not skip it on this rank."""
+        """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
         self._exchange = exchange
         self._fetch_out_degrees = out_degrees
         self._is_of_own_rows = False

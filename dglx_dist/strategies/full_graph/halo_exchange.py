@@ -543,7 +543,7 @@ class LateRows:
 
 
 def _take_rows(buffer: ReusableBuffer, counts: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    """Return memory in ``buffer`` for the rows in ``counts``, with the dtype and width that ``like`` has."""
+    """Return memory in ``buffer`` for the rows in ``counts``, with the dtype and width of ``like``."""
     num_rows = sum(count for _, count in counts)
     return buffer.take((num_rows, *like.shape[1:]), like.dtype)
 

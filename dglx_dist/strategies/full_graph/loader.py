@@ -167,7 +167,7 @@ class PlanMaker:
 
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
-    """Return the seeds that each cooperative batch has on this server."""
+    """Return this server's seeds for each cooperative batch."""
     assert isinstance(seeds, ServerSeeds)
     own_seeds = seeds.own_seeds
     server = g.session.topology.server

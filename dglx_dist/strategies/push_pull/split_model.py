@@ -445,7 +445,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
 
 
 def _find_edge_key(values: Tensor, block: DGLBlock) -> str | None:
-    """Return the key under which the block's edge data has ``values``, or None if it has not."""
+    """Return the key under which the block's edge data has ``values``, or None if it does not have them."""
     for key, stored in block.edata.items():
         if is_same_view(stored, values):
             return str(key)
@@ -573,10 +573,10 @@ class Cut:
     dimension: int
     """Dimension that the input columns are in."""
     runs: Runs
-    """Each part's columns, in the order in which its piece has them."""
+    """Each part's columns, in the same order as in its piece."""
 
     def piece_shape(self, part: int) -> tuple[int, ...]:
-        """Return the shape that the piece on ``part`` has. It may be empty."""
+        """Return the shape of the piece on ``part``, which may be empty."""
         shape = list(self.shape)
         shape[self.dimension] = sum(len(run) for run in self.runs[part])
         return tuple(shape)

@@ -27,7 +27,7 @@ _MIN_POWER = 1 / 16
 _TIMEOUT_FACTOR = 5.0
 """The time-out is this factor times the moving average over durations."""
 _WEIGHT_OF_PAST = 0.95
-"""Weight that earlier durations have in the moving average."""
+"""Weight of earlier durations in the moving average."""
 _FIRST_TIMEOUT_S = 10.0
 """Time-out in seconds until the first task of a kind has finished. Workers may have to start and import."""
 _MIN_TIMEOUT_S = 0.5
@@ -50,9 +50,10 @@ class Autotuner:
     """Adapts the number of workers to how the graph server's task queue grows, beginning with ``most``.
 
     If the queue grows, workers produce more than the server's cores process, and their number falls. If the
-    queue is empty or shrinks quickly, cores wait, and the number of workers rises. The factor is 2 at first.
-    When the direction changes, the factor becomes its square root. After three steps in one direction it is
-    squared. So the number settles where both sides keep up, and still follows a change.
+    queue is empty or shrinks quickly, cores wait, and the number of workers rises. A change multiplies or
+    divides the number by a factor, which is 2 at first. When the direction changes, the factor becomes its
+    square root. After three steps in one direction it is squared. So the number settles where both sides keep
+    up, and still follows a change.
     """
 
     def __init__(self, most: int) -> None:
@@ -60,7 +61,7 @@ class Autotuner:
         self.workers = most
         """Current number of workers."""
         self._power = 1.0
-        """Exponent to base 2 that gives the next change's factor."""
+        """The next change multiplies or divides the number by 2 to this power."""
         self._last_length: float | None = None
         self._last_direction = 0
         self._num_same_direction = 0
@@ -130,7 +131,7 @@ class _PendingTask:
         return self.ready_at is None
 
     def run_seconds(self, attempt: int, now: float) -> float:
-        """Return how long ``attempt`` has had its rows. The attempt is sent and the rows are ready."""
+        """Return how long ``attempt`` has had its rows. It must be sent, and its rows must be ready."""
         assert self.ready_at is not None
         return now - max(self.sent_at[attempt], self.ready_at)
 
@@ -200,7 +201,7 @@ class Controller:
             return self._counts
 
     def watch(self, queue: Callable[[], float]) -> None:
-        """Tune the number of workers by ``queue()``, the length that the graph server's queue has."""
+        """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
         self._measure_queue = queue
 
     def launch(self, task: Task, *, ready: bool = False) -> None:

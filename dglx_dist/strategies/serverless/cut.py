@@ -429,7 +429,7 @@ class _BodyWriter:
             nodes.add(value.producer)
 
     def _read_value(self, value: Value, end: End) -> Value:
-        """Return the rows that ``value`` has at edge ``end``, or ``value`` if no operation scatters it."""
+        """Return the rows of ``value`` at edge ``end``, or ``value`` if no operation scatters it."""
         for node in self._twins:
             if node.kind == "scatter" and node.name == end and node.inputs[0] is value:
                 return node.outputs[0]

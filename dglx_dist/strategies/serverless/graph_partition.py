@@ -32,7 +32,7 @@ _MAX_LOCAL = 2**31 - 1
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerGraph:
-    """The graph on one server: n own nodes, m halo nodes, and E edges into own nodes.
+    """Graph of one server: n own nodes, m halo nodes, and E edges into own nodes.
 
     Own nodes have the local ids 0 to n - 1, and halo nodes have the local ids n to n + m - 1. A halo node
     belongs to another graph server and has an edge into an own node. An owner's halo nodes are ordered by
@@ -58,7 +58,7 @@ class ServerGraph:
     out_edges: Array
     """(E,) int64 positions in ``sources`` for the same edges, by source."""
     first_edge: int = 0
-    """Global id of the first edge. The next edges have the next ids, in the order that ``sources`` has."""
+    """Global id of the first edge. The next edges have the next ids, in the same order as ``sources``."""
 
     @property
     def own_ids(self) -> Array:
@@ -197,7 +197,7 @@ class Part:
 
     @property
     def first_interval(self) -> int:
-        """Global number that this server's interval 0 has."""
+        """Global number of this server's interval 0."""
         return self.graph.rank * self.num_intervals
 
     @property

@@ -255,10 +255,10 @@ class ParameterServer:
     Every server has all weights and makes every update. An update uses the sums from all servers, added in
     server order, so the weights are bit-identical on all servers. Callers' arrays are kept, not copied.
 
-    Version v is what the weights are after v updates. An interval keeps its newest epoch's version until it
-    begins the next epoch. If a worker dies after its last gradient, its replacement asks for these weights
-    again. With staleness S an interval begins epoch e with version e - S or later, and an update needs all
-    intervals to have begun its epoch, so at most S + 2 versions are stored.
+    Version v has the weights after v updates. An interval keeps its newest epoch's version until it begins
+    the next epoch. If a worker dies after its last gradient, its replacement asks for these weights again.
+    With staleness S an interval begins epoch e with version e - S or later, and an update needs all intervals
+    to have begun its epoch, so at most S + 2 versions are stored.
     """
 
     def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
@@ -266,7 +266,7 @@ class ParameterServer:
         self.plan = plan
         self.index = index
         self.updates = plan.first_epoch
-        """Number of updates, which is the latest version and the next epoch to be summed."""
+        """Number of updates so far. It is also the latest version and the next epoch to be summed."""
         self._update = update
         self._lock = threading.Lock()
         self.rates: dict[int, Sequence[float]] = {}

@@ -110,7 +110,7 @@ class Apply:
     inputs: Annotated[tuple[Input, ...], Within(0, MAX_ARRAYS)]
     outputs: Annotated[tuple[Slot, ...], Within(0, MAX_ARRAYS)]
     weights: _Names
-    """Names that the user's state_dict has."""
+    """Names in the user's state_dict."""
     body: TensorProgram
 
 
@@ -251,7 +251,7 @@ class Program:
 
     @property
     def last(self) -> int:
-        """Index that the last step has. It may run fused with its backward pass."""
+        """Index of the last step. It may run fused with its backward pass."""
         return len(self.steps) - 1
 
     @property

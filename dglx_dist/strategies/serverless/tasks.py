@@ -209,7 +209,7 @@ class Task:
 
 
 class Role(Enum):
-    """Role that an array has in its task."""
+    """Role of an array in its task."""
 
     INPUT = "input"
     """Rows in ``slot``."""

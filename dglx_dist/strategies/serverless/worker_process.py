@@ -31,7 +31,7 @@ _POLL_INTERVAL_S = 0.5
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault that a worker has."""
+    """One fault to inject into a worker."""
 
     place: TaskPhase
     seconds: Annotated[float, Within(0, MAX_SECONDS)] | None = None

@@ -207,7 +207,7 @@ class _Poster(WorkerHandle):
 
 
 def _check_usable(client: Client, function: str) -> int:
-    """Return the memory that ``function`` has in MB. Raises ConfigError if it is missing or not active."""
+    """Return the memory of ``function`` in MB. Raises ConfigError if it is missing or not active."""
     purpose = f"could not look for the function {function}"
     missing = client.exceptions.ResourceNotFoundException
     settings = found_or_none(purpose, missing, client.get_function_configuration, FunctionName=function)

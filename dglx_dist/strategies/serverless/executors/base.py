@@ -23,7 +23,7 @@ from dglx_dist.strategies.serverless.worker_process import Fault
 
 MemoryMb: TypeAlias = Annotated[int, Within(1, 1 << 20)]
 DEFAULT_MEMORY_MB = 192
-"""Memory that a function has in the paper, in MB."""
+"""Memory of a function in the paper, in MB."""
 log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -129,7 +129,7 @@ class Executor:
         self._billed: list[Invocation] = []
 
     def fault_of(self, task: Task) -> Fault | None:
-        """Return the fault that the worker for ``task`` has. Tests and simulations replace this method."""
+        """Return the fault to inject into ``task``'s worker. Tests and simulations replace this method."""
         return None
 
     def invoke(self, task: Task) -> None:

@@ -158,7 +158,7 @@ class _Connection(WorkerHandle):
 
 
 def _parse_url(options: HttpOptions) -> SplitResult:
-    """Return the parts that the option ``url`` has. Raises ConfigError if events must not be sent there."""
+    """Split the option ``url`` into its parts. Raises ConfigError if events must not be sent there."""
     text = options.url
     try:
         url = urlsplit(text)
