@@ -219,8 +219,7 @@ class GradientExchange:
 
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
-        """Keep gradients on this rank until a backward whose forward ran after the block sends them.
-        """
+        """Keep gradients on this rank until a backward whose forward ran after the block sends them."""
         previous = self._in_hold_block
         self._in_hold_block = True
         try:

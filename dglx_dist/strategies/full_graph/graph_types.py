@@ -1,4 +1,4 @@
-"""Graphs with several types as graphs with one type: ids over all types, and plans split by type.
+"""Graphs of several types as graphs of one type: ids over all types, and plans split by type.
 
 Plans are made with *unified* ids, which number the nodes of all types rank by rank, and type by type within a
 rank. So each rank and each server owns one range. Edges have unified ids, too.

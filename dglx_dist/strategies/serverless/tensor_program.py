@@ -22,7 +22,7 @@ from dglx_dist.layers.masks import ColumnRange, draw_kept_entries
 MAX_OPERATIONS = 4096
 """Maximum number of operations."""
 MAX_ARRAYS = 256
-"""Maximum number of arrays in each kind."""
+"""Maximum number of arrays of a kind."""
 MAX_DIMENSIONS = 8
 """Maximum number of dimensions in a row."""
 MAX_WIDTH = 1 << 20
