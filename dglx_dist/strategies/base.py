@@ -59,8 +59,7 @@ class Traits:
     on_gpus: bool = True
     """Whether the strategy trains models on GPUs."""
     complexity: int = 100
-    """Number that grows with complexity. Among equally fast candidates, the planner takes the smallest.
-    """
+    """Number that grows with complexity. Among equally fast candidates, the planner takes the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class Engine:
 
     Args:
         weights: The first weights, in program order. They are equal on all ranks.
-        update: The optimizer step, equal on all ranks.
+        update: A copy of the optimizer, equal on all ranks.
         first_epoch: See :class:`IntervalProgress`.
         synchronous_from: See :class:`IntervalProgress`.
     """
