@@ -59,8 +59,7 @@ class Traits:
     on_gpus: bool = True
     """Whether the strategy trains models on GPUs."""
     complexity: int = 100
-    """Number that grows with complexity. Among equally fast candidates, the planner takes the smallest one.
-    """
+    """Number that grows with complexity. Among equally fast candidates, the planner takes the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What an :class:`EpochTrainer` minimizes, and how it scales gradients and learning rates."""
+    """Loss, data names, clipping and learning rates for an :class:`EpochTrainer`."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None
     """Maps (B, C) scores and (B,) labels to their mean loss. None if the user defined the task."""

@@ -15,7 +15,7 @@ CACHE_SIZES = (0.1, 0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateContext:
-    """What candidates depend on, such as the model and the cluster."""
+    """Facts about the model and the cluster that determine the candidates."""
 
     ranks: int
     servers: int

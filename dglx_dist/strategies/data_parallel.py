@@ -123,7 +123,7 @@ class DataParallelModel(ReplicatedModel):
         self._statistics = install_batch_norms(model, self._session, self._dropouts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module. Its blocks carry the step's share.
+        """Call the user's module. The step's share comes from the blocks among the arguments.
 
         Raises ConfigError if a training step's target count is unknown, or if a parameter was unfrozen after
         wrapping.

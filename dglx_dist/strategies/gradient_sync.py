@@ -129,7 +129,7 @@ class HeldGradient(NamedTuple):
     shown: Tensor
     """Sum of the two, which the user sees as ``.grad``."""
     version: int | None
-    """Version counter in ``shown`` when it was created. It tells whether the user has changed ``shown``."""
+    """Version counter of ``shown`` when it was created. It tells whether the user has changed the tensor."""
 
 
 class GradientExchange:
@@ -219,7 +219,7 @@ class GradientExchange:
 
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
-        """Keep gradients on this rank. The first backward that belongs to a later forward call sends them."""
+        """Keep gradients on this rank until a backward whose forward ran after the block sends them."""
         previous = self._in_hold_block
         self._in_hold_block = True
         try:
@@ -461,7 +461,7 @@ class GradientExchange:
         return self._wait_oldest(self.delay)
 
     def _hold(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Keep this rank's gradients, and show the user what was sent before plus the held gradients."""
+        """Keep this rank's gradients, and show the user their sum with what was sent before."""
         for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             gradient = gradients.get(index)
             parameter.grad = sent

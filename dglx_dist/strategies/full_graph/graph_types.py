@@ -1,4 +1,4 @@
-"""Graphs with several types as graphs with one type: ids over all types, and plans split by type.
+"""Graphs of several types as graphs of one type: ids over all types, and plans split by type.
 
 Plans are made with *unified* ids, which number the nodes of all types rank by rank, and type by type within a
 rank. So each rank and each server owns one range. Edges have unified ids, too.
@@ -38,7 +38,7 @@ class MaskedStructure:
         self._key = key
 
     def submit(self, op: str, nodes: Array, *, phase: str) -> Callable[[], InEdges]:
-        """Request the marked in-edges into ``nodes``, as ``Structure.submit``."""
+        """Request the marked in-edges into ``nodes``, like ``Structure.submit``."""
         wait = self._structure.submit(op, nodes, phase=phase)
 
         def wait_for_marked() -> InEdges:
@@ -134,7 +134,7 @@ class UnifiedGraph:
         return total
 
     def find_typed_range(self, ntype: str, unified_range: tuple[int, int]) -> tuple[int, int]:
-        """Return the half-open id range that ``ntype`` has within a range of unified ids."""
+        """Return the half-open id range of ``ntype`` within a range of unified ids."""
         kind = self.ntypes.index(ntype)
         starts = self.nodes.starts[kind]
         counts = self.nodes.counts[kind]
@@ -314,7 +314,7 @@ class _Splitter:
 
 
 def _number_by_kind(kinds: Array) -> Array:
-    """Return each item's position among the items that have its kind, as (n,) int64."""
+    """Return each item's position among the items of its kind, as (n,) int64."""
     order = np.argsort(kinds, kind="stable")
     counts = np.bincount(kinds)
     starts = np.cumsum(counts) - counts

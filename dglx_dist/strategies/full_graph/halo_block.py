@@ -235,7 +235,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         self.pair_rows: Any = None
         """Exchange for the rows that this batch's pairs need, if it is an edge batch."""
         self.has_edges_elsewhere = False
-        """Whether other ranks have edges with this type, so that a model must not skip it on this rank."""
+        """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
         self._exchange = exchange
         self._fetch_out_degrees = out_degrees
         self._is_of_own_rows = False
@@ -487,7 +487,7 @@ def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tens
 
 @final
 class OwnCount(Tensor):
-    """What ``batch_num_nodes`` returns for a local graph, (1,) int64. It only allows repetition.
+    """Node count that ``batch_num_nodes`` returns for a local graph, (1,) int64. It only allows repetition.
 
     DGL uses it to repeat a graph's row for each node (``broadcast_nodes``), which is right on every rank. DGL
     also uses it to reduce over all nodes, but here only this rank's nodes would be reduced.

@@ -70,7 +70,7 @@ def add_rows(total: Tensor, positions: Sequence[Tensor], messages: Sequence[Inco
     """Add the rows in ``messages`` to ``total``, piece by piece, while the iterator is consumed.
 
     Yields True after a piece was added, and False while the next piece has not arrived. The peers take turns,
-    whichever piece arrives first. So the sums are reproducible bit for bit.
+    no matter which piece arrives first. So the sums are reproducible bit for bit.
 
     Args:
         total: (n, ...) sums.
@@ -162,7 +162,7 @@ class HaloExchange:
         self.num_halo = len(layer.halo_nodes)
         self.num_edges = len(layer.edge_ids)
         self._sent_rows = {torch.device("cpu"): [torch.from_numpy(rows) for _, rows in layer.send]}
-        """Which rows go to each peer, as positions, by device."""
+        """Positions of the rows that go to each peer, by device."""
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
@@ -187,8 +187,8 @@ class HaloExchange:
         Tensors on accelerators are sent by NCCL if every rank has its own device, else through host memory.
 
         Args:
-            h: Own rows. The dtype may be any, and the trailing shape must be equal on all ranks. ``h`` itself
-                is returned if this rank has no peers at this layer.
+            h: Own rows, in any dtype. The trailing shape must be equal on all ranks. ``h`` itself is returned
+                if this rank has no peers at this layer.
             kept: (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward sends
                 nothing. Pass it on all ranks or on none.
 
@@ -280,7 +280,7 @@ class HaloExchange:
         self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, work: Iterable[bool]
     ) -> None:
         """Exchange the messages with the peers, and do ``work`` in the meantime."""
-        # All rows are in the same kind of memory.
+        # All rows are in the same kind of memory, so any message tells whether accelerators send directly.
         messages: list[Outgoing | Incoming] = [*outgoing, *incoming]
         is_direct = any(self._is_direct(message.rows) for message in messages)
         exchange = self._exchanges.devices if is_direct else self._exchanges.streams
@@ -349,7 +349,7 @@ class HaloExchange:
 class CoverExchange:
     """Sums source rows over a layer's in-edges, with the exchange that its :class:`Cover` describes.
 
-    A rank sends partial sums instead of their summands if these are fewer rows. Gradients are sent back in
+    A rank sends partial sums instead of their summands if the sums are fewer rows. Gradients are sent back in
     the same way.
     """
 
@@ -423,7 +423,7 @@ class CoverExchange:
         return remote_weights
 
     def _graphs_on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
-        """Return the graph for partial sums, the graph for total sums, and the latter's weight positions."""
+        """Return the graphs for partial and for total sums, and the position of each total edge's weight."""
         if device not in self._graphs:
             partial, total, positions = self._graphs[torch.device("cpu")]
             self._graphs[device] = place(partial, device), place(total, device), positions.to(device)
@@ -522,7 +522,7 @@ class LateRows:
                 f"{name} ran twice in one step; add up the losses and call backward once, or use staleness=0"
             )
 
-        # Rows from other peers, or in another number, do not fit this exchange.
+        # Rows from other peers, or a different row count, do not fit this exchange.
         sent_counts, received_counts = halo.counts(phase)
         self.arrive(keep=self._received_counts in (None, received_counts))
         self.is_used = True
@@ -543,7 +543,7 @@ class LateRows:
 
 
 def _take_rows(buffer: ReusableBuffer, counts: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    """Return memory in ``buffer`` for the rows in ``counts``, with the dtype and width that ``like`` has."""
+    """Return memory in ``buffer`` for the rows in ``counts``, with the dtype and width of ``like``."""
     num_rows = sum(count for _, count in counts)
     return buffer.take((num_rows, *like.shape[1:]), like.dtype)
 
@@ -573,7 +573,7 @@ class StaleHalos:
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
-        """Use late rows in this block, which must be one forward pass."""
+        """Use late rows inside the ``with`` block, which must be one forward pass."""
         self._passes += 1
         if self._epoch != epoch:
             self._begin_epoch(epoch)
@@ -604,7 +604,7 @@ class StaleHalos:
     def next_late_rows(self, halo: HaloExchange) -> list[LateRows]:
         """Return late rows and late gradients for the layer's next exchange in this epoch."""
         self._calls[halo.number] += 1
-        # The digest prevents that rows from another structure are used, for example after a resume.
+        # The digest differs for another structure, whose rows must not be used, for example after a resume.
         key = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
         return [self._late[f"{phase}/{key}"] for phase in (FORWARD, BACKWARD)]
 

@@ -114,7 +114,7 @@ class Cover:
     indices: Array
     """(e,) int64 own rows to sum."""
     send_edges: Sent
-    """In-edges that other ranks sum, in the order that their :attr:`indices` have."""
+    """In-edges that other ranks sum, in the same order as their :attr:`indices`."""
     receive_edges: Received
 
 
@@ -132,7 +132,7 @@ class RankPlan:
     layers: tuple[HaloLayer, ...]
     """The L layers, input layer first."""
     external_nodes: int
-    """Feature rows that this server fetches once from other servers, |R_i^0 without I_i|, as a count."""
+    """Number of feature rows that this server fetches once from other servers, |R_i^0 without I_i|."""
     edge_counts: Array = field(default_factory=lambda: NO_IDS)
     """(L * R,) int64 edge counts over all ranks, by layer and edge type. Empty with a single type."""
     covers: tuple[Cover, ...] = ()
@@ -200,7 +200,7 @@ class PairCover:
     def from_message(cls, rank: int, message: Array, num_rows: int) -> PairCover:
         """Read a message from ``rank``, which would receive ``num_rows`` halo rows without a cover.
 
-        Raises PeerError if the numbers are inconsistent, or refer to other rows.
+        Raises PeerError if the numbers are inconsistent, or refer to rows beyond ``num_rows``.
         """
         sizes = message[:3]
         values = message[3:]
@@ -231,7 +231,7 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
         if len(edges):
             is_sent, is_summed = minimum_cover(sources, target_index, count, len(targets))
         else:
-            # Other edge types read this rank's rows.
+            # Only other edge types read the rows from ``rank``.
             is_sent = np.zeros(count, bool)
             is_summed = np.zeros(0, bool)
 

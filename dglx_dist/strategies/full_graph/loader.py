@@ -113,7 +113,7 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """What all plans have in common."""
+    """Parameters that all plans share."""
 
     num_layers: int
     hops: int
@@ -167,7 +167,7 @@ class PlanMaker:
 
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
-    """Return the seeds that each cooperative batch has on this server."""
+    """Return this server's seeds for each cooperative batch."""
     assert isinstance(seeds, ServerSeeds)
     own_seeds = seeds.own_seeds
     server = g.session.topology.server
@@ -203,7 +203,7 @@ class PlanSource:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
-        """Epoch and step expected by the next request."""
+        """Epoch and step that the next request should have."""
         self.row_cache: PlanCache | None = None
         """Disk cache for columns at planned rows, or None if they are not kept on disk."""
 

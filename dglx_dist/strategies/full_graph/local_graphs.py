@@ -354,7 +354,7 @@ def _pull_rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, T
 class _ExchangedColumn:
     own_rows: Tensor
     version: int | None
-    """Version counter in ``own_rows``, or None if changes are not tracked."""
+    """Version counter of ``own_rows``, or None if changes are not tracked."""
     sources: Tensor
 
     def matches(self, rows: Tensor) -> bool:

@@ -261,7 +261,7 @@ class HaloModel(ReplicatedModel):
         return super().exchange_seconds(reset=reset) + self._rows.seconds(reset=reset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module. Its blocks carry the step.
+        """Call the user's module. The step comes from the blocks among the arguments.
 
         Raises ConfigError in training if the blocks are not from the strategy's loader, a parameter was
         unfrozen after wrapping, the model has fewer layers than blocks, or an input was computed by another

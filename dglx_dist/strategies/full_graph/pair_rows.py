@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TypePairRows:
-    """Nodes with one type in a batch of pairs, and the exchange for their rows."""
+    """Nodes of one type in a batch of pairs, and the exchange for their rows."""
 
     exchange: HaloExchange
     num_own: int
-    """Number of rows that the last layer has on this rank."""
+    """Number of last-layer rows on this rank."""
     nodes: Tensor
     """(n,) int64 distinct nodes in the pairs."""
     kept_rows: Tensor
@@ -138,7 +138,7 @@ class PairRows:
     def expect(self, output: Any, weight: float) -> None:
         """Weigh gradients by ``weight`` here, since the model returned rows without calling this object.
 
-        Backward through ``output`` raises ConfigError if it is not called before.
+        Backward through ``output`` raises ConfigError if this object is not called before.
         """
         self._weight = weight
         num_calls = self.num_calls

@@ -107,7 +107,7 @@ class PartitionContext:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan depends on. Except for the seeds, all is equal on all ranks."""
+    """Parameters for one plan. Except for the seeds, they are equal on all ranks."""
 
     seeds: Ids
     """(K,) ids or a node mask. The nodes may be on any server. Duplicates count once, even across ranks."""
@@ -312,7 +312,7 @@ class _RankRows:
     edge_ids: Array
     """(E,) int64 global ids for the in-edges into level 1 rows."""
     sources: Array
-    """(d,) ascending int64 global ids for the distinct sources that these edges have."""
+    """(d,) ascending int64 global ids for the distinct sources of these edges."""
     source_of: Array
     """(E,) int64 position in :attr:`sources` for each edge."""
 
@@ -383,7 +383,7 @@ def _read_layers(
 def _find_holders(
     context: PartitionContext, hops: int, ids: Array, server_rows: KHopNeighborhood
 ) -> PlanSteps[Array]:
-    """Ask the servers that own the (K,) ascending ``ids`` for the (K,) int64 ranks that hold these rows."""
+    """Ask the servers that own the (K,) ascending ``ids`` which ranks hold these rows. Return (K,) int64."""
     topology = context.topology
     if hops == 0:
         return context.find_owners(ids)

@@ -47,7 +47,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
     all sources, see :meth:`all_rows`.
 
     Every rank must run the same layers in the same order, even if a type has no nodes or a relation has no
-    edges. ``num_edges(etype)`` is not equal to 0 if any rank has edges with this type.
+    edges. ``num_edges(etype)`` is not equal to 0 if any rank has edges of this type.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Groups of ranks that together hold all columns, and the messages in which they exchange activations.
+"""Groups of ranks that together hold all columns, and how they exchange activations and gradient norms.
 
 Every rank is both a part, which holds some columns and their rows in the layer-1 weights, and an owner, which
 has its own batches. All members must post the same transfers in the same order.
@@ -49,8 +49,7 @@ class Group:
     members: tuple[int, ...]
     """The group's ranks by part. There are N_f, including ``rank``."""
     replicas: tuple[int, ...]
-    """Ranks that hold the same columns as ``rank``, one in each group. There are W / N_f, including ``rank``.
-    """
+    """Ranks with the same columns as ``rank``, one in each group. There are W / N_f, including ``rank``."""
 
     @property
     def part(self) -> int:
@@ -59,7 +58,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """N_f, how many parts there are."""
+        """N_f, the number of parts."""
         return len(self.members)
 
     @property
@@ -94,8 +93,7 @@ class PartInput:
     nodes: Mapping[str, Tensor]
     """(L0,) int64 global ids for the block's source nodes, by node type. Destinations come first."""
     columns: Mapping[str, Mapping[str, Tensor]]
-    """(L0, F_p) features for the source nodes, by node type and feature name. They are this part's columns.
-    """
+    """(L0, F_p) features for the source nodes, only this part's columns, by node type and feature name."""
     number: int
     """Batch number, counted from the loader's first epoch. It is equal on all ranks."""
 
@@ -281,7 +279,7 @@ def share_edge_values(
 def _cut_edge_values(
     name: str, values: Tensor, runs_of_part: Sequence[Sequence[ColumnRange]] | None, num_parts: int
 ) -> list[Tensor]:
-    """Return the columns that each part gets from ``values``. Without ``runs_of_part``, each part gets all.
+    """Cut ``values`` into each part's columns. Without ``runs_of_part``, each part gets all columns.
 
     Raises ConfigError if the parts' columns together are not the columns in ``values``.
     """
@@ -329,7 +327,7 @@ _PIECE_FUNCTIONS = frozenset(
     {"detach", "__get__", "coalesce", "_values", "abs", "pow", "square", "float", "double"}
     | {"isfinite", "isinf", "isnan"}
 )
-"""Functions that map a gradient's piece to the matching piece in their result for the uncut gradient."""
+"""Functions that can be applied to each piece, because the results are pieces of the uncut result."""
 
 _JOINS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,

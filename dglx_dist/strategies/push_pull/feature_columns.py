@@ -373,7 +373,7 @@ class ColumnStore:
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """Number of columns that each feature has in all parts together."""
+        """Total number of columns per feature, over all parts."""
         return {name: column_slice.columns.width for name, column_slice in self.slices.items()}
 
     def dtype(self, name: str) -> torch.dtype:

@@ -167,7 +167,7 @@ class BlockSchema:
         """Build a block from int64 source ids and destination counts by node type, and edge arrays."""
         num_sources = [len(ids) for ids in nodes]
         if len(nodes) == len(self._etypes) == 1:
-            # A block with one type takes a third of the time for a block with several types.
+            # For a single type, this takes a third of the time.
             indptr, indices = arrays
             block = build_block(indptr, indices, num_sources[0], self._etypes[0])
         else:

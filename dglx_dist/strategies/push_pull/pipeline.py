@@ -51,8 +51,7 @@ from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, Runs, SplitModel, read_input_spec
 
 Side: TypeAlias = Literal["M", "D"]
-"""Names for the sides in P3: the part side M (layer 1 up to the sum) and the owner side D (everything after).
-"""
+"""The two sides in P3: the part side M (layer 1 up to the sum) and the owner side D (the rest)."""
 
 Leaves: TypeAlias = dict[str, Tensor]
 """Autograd leaves with parameter values, by parameter name."""
@@ -144,7 +143,7 @@ class VersionLog:
 
     @contextmanager
     def step_known_optimizers(self) -> Iterator[None]:
-        """Step the known optimizers with the gradients that the block adds. Restore the user's gradients."""
+        """Step the known optimizers with what the ``with`` block adds. Then restore the user's gradients."""
         optimizers = self._list_known()
         parameters = []
         for optimizer in optimizers:
@@ -383,7 +382,7 @@ class PartSide:
 
     @contextmanager
     def place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the modules' parameters by ``leaves`` (autograd leaf tensors) inside the block."""
+        """Replace the modules' parameters by ``leaves`` (autograd leaf tensors) inside the ``with`` block."""
         try:
             for name, (module, attribute) in self._places.items():
                 module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # not a Parameter, but modules compute with any tensor
@@ -563,7 +562,7 @@ class Pipeline(Shared):
         self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
 
-        # Embeddings get their gradients by rows, so batches have no leaves for them.
+        # Embeddings get gradients for single rows, so batches have no leaves for them.
         embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*self._part.parameters.values(), *embeddings], self._owner.parameters)
         self._spec: InputSpec | None = None
@@ -720,7 +719,7 @@ class Pipeline(Shared):
             self._edge_formats = formats
 
     def _get_begun(self, group_batch: GroupBatch) -> InFlightBatch | None:
-        """Return the state that ``group_batch`` has if its fM has run. Calls without gradients begin anew."""
+        """Return the state for ``group_batch`` if its fM has run. Calls without gradients begin anew."""
         if self._begun is None or not torch.is_grad_enabled():
             return None
         return self._begun if self._begun.inputs is group_batch.inputs else None

@@ -391,7 +391,7 @@ class ColumnLayerNorm:
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Where the first layer's arguments come from."""
+    """The origins of the first layer's arguments."""
 
     origins: Mapping[str, Origin]
     """Origins by node type for the input rows."""
@@ -445,7 +445,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
 
 
 def _find_edge_key(values: Tensor, block: DGLBlock) -> str | None:
-    """Return the key under which the block's edge data has ``values``, or None if it has not."""
+    """Return the key under which the block's edge data has ``values``, or None if it does not have them."""
     for key, stored in block.edata.items():
         if is_same_view(stored, values):
             return str(key)
@@ -573,10 +573,10 @@ class Cut:
     dimension: int
     """Dimension that the input columns are in."""
     runs: Runs
-    """Each part's columns, in the order in which its piece has them."""
+    """Each part's columns, in the same order as in its piece."""
 
     def piece_shape(self, part: int) -> tuple[int, ...]:
-        """Return the shape that the piece on ``part`` has. It may be empty."""
+        """Return the shape of the piece on ``part``, which may be empty."""
         shape = list(self.shape)
         shape[self.dimension] = sum(len(run) for run in self.runs[part])
         return tuple(shape)
@@ -783,7 +783,7 @@ def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kw
 
 
 def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]:
-    """Return the first convolution with ``width`` input columns, as its name and its stages.
+    """Find the first convolution with ``width`` input columns, and return its name and its stages.
 
     Raises ConfigError if there is none, or it cannot be split.
     """
@@ -812,7 +812,7 @@ def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]
 def find_typed_layer(
     model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]
 ) -> tuple[str, SplittableConv]:
-    """Return the first layer that reads several types with ``widths`` columns, as its name and its stages.
+    """Find the first layer that reads several types with ``widths`` columns. Return its name and stages.
 
     Raises ConfigError if there is none, or it cannot be split.
     """

@@ -162,7 +162,7 @@ class OpenedPushPull(OpenedStrategy):
         return PushPullModel(model, self, reduction)
 
     def _find_features(self) -> dict[str, tuple[str, ...]]:
-        """Return the names in the option ``features`` that each node type has."""
+        """Return the names in the option ``features`` that exist for each node type."""
         names = self.options.names
         names_of_type = {ntype: list(self.g.nodes[ntype].data) for ntype in self.g.ntypes}
         known_names = dict.fromkeys(name for columns in names_of_type.values() for name in columns)

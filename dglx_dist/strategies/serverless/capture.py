@@ -1,8 +1,8 @@
-"""Capture of a model: its operations are recorded, so that ``cut`` can write them as a program.
+"""Records the operations that a model runs, so that ``cut`` can write them as a program.
 
-The model runs on two small random graphs of different sizes. The recording has the operations of the graph,
-and the ATen operations between them. It is cut at the operations of the graph. Each piece must be row-wise,
-which ``verify`` checks by running the piece on some of its rows.
+The model runs on two small random graphs with different sizes. The recording has the graph operations, and
+the ATen operations between them. It is cut at the graph operations. Each piece must be row-wise, which
+``verify`` checks by running the piece on some of its rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dglx_dist.strategies.serverless.program import EDGE_DATA, FEATURES, Per, Sl
 from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 
 SIZES = (37, 149), (41, 163)
-"""Numbers of nodes and edges of the two graphs. They are unlikely to be sizes of a model."""
+"""Node and edge counts for the two graphs. A model is unlikely to have such sizes itself."""
 _SEED = 17
-"""Seed of the first graph. Each further graph has the next seed."""
+"""Random seed for the first graph. Each further graph has the next seed."""
 _MAX_BLOCKS = 64
 OTHER_STRATEGY = "or use strategy='data_parallel'"
 
@@ -48,13 +48,13 @@ _RANDOM = (
 )
 _READS_NUMBERS = ("_local_scalar_dense", "is_nonzero", "equal")
 _UNINITIALISED = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
-"""Replacements of operations that allocate without a value. Workers must not send old contents of memory."""
+"""Replacements for operations that allocate without a value. Workers must not send old memory contents."""
 _OVER_ROWS = ("batch_norm", "instance_norm")
 
 
 @dataclass(eq=False, repr=False)
 class Value:
-    """A tensor of the recording."""
+    """A tensor in the recording."""
 
     tensor: Tensor
     per: Per | None = None
@@ -62,7 +62,7 @@ class Value:
     producer: Node | None = None
     """The operation that computed the value, or None for inputs, weights and constants."""
     name: str = ""
-    """Name of an input or weight."""
+    """Name, if the value is an input or weight."""
     is_constant: bool = True
     """Whether the value depends on neither weights nor dropout."""
 
@@ -74,7 +74,7 @@ class Node:
     kind: str
     """"tensor", "drop", "scatter" (node rows to their edges), "gather" or "softmax"."""
     name: str
-    """Name of the ATen operation, the end of edges for "scatter", or the reduction of "gather"."""
+    """ATen operation, the edge end for "scatter", or the reduction for "gather"."""
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     inputs: list[Value]
@@ -85,7 +85,7 @@ class Node:
 
 @final
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate this
-    """Records the operations of one call of a model. ``intercept`` calls it for operations of the graph."""
+    """Records the operations in one model call. ``intercept`` calls it for graph operations."""
 
     def __init__(self, weights: Mapping[int, str], block: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate this
@@ -98,12 +98,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._weights = weights
         self._block = block
         self._values: dict[int, Value] = {}
-        """Values by the id of their tensor."""
+        """Values by their tensor's id."""
         self._scattered_rows: dict[tuple[Value, str], Tensor] = {}
         self._constants: dict[str, Value] = {}
-        """Constant values by a text of the operation that computes them."""
+        """Constant values, by a text that describes the operation that computes them."""
         self._kept_tensors: list[Tensor] = []
-        """Tensors that stay alive, because a new tensor could get the id of a deleted one."""
+        """Tensors that stay alive, because a new tensor could get a deleted tensor's id."""
         self._is_paused = False
         self._num_drops = 0
 
@@ -117,13 +117,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return tensor
 
     def value_of(self, tensor: Tensor) -> Value:
-        """Return the value of ``tensor``, which is a constant or a weight if it is not known yet."""
+        """Return the value for ``tensor``, which is a constant or a weight if it is not known yet."""
         if id(tensor) not in self._values:
             name = self._weights.get(id(tensor), "")
             self._values[id(tensor)] = Value(tensor, name=name, is_constant=not name)
         return self._values[id(tensor)]
 
-    # Operations of torch.
+    # Torch operations.
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -138,7 +138,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             self._check_write(name, args[0] if args else None)
         result = operation(*args, **keywords)
         if not _has_tensor(result):
-            return result  # The result is a number, such as the number of elements.
+            return result  # The result is a number, such as an element count.
         edge_rows = self._match_scatter(name, args)
         if edge_rows is not None:
             return edge_rows
@@ -148,7 +148,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             return result
 
         if name == "clamp" and self._block is not None and args[2:3] == (self._block.num_edges(),):
-            # DGL's mean bounds degrees by the number of edges. No degree exceeds this number.
+            # DGL's mean bounds degrees by the edge count. No degree exceeds this number.
             args = (*args[:2], None)
         if operation._schema.is_mutable:
             name = self._name_without_write(operation, name)
@@ -162,7 +162,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return result
 
     def _check_allowed(self, name: str) -> None:
-        """Refuse an ATen operation that draws random numbers or that mixes rows of different nodes."""
+        """Refuse an ATen operation that draws random numbers or that mixes rows from different nodes."""
         # In-place and internal variants have underscores around the name.
         if name.strip("_").startswith(_RANDOM) or "dropout" in name:
             self.refuse(f"random numbers ({name})", "use torch.nn.Dropout, whose masks are the same anywhere")
@@ -172,7 +172,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             )
 
     def _note_read(self, name: str, tensor: Tensor) -> None:
-        """Refuse to read a number of ``tensor`` in Python, except for the checks of DGL's layers."""
+        """Refuse to read a number from ``tensor`` in Python, except for the checks in DGL's layers."""
         value = self.value_of(tensor)
         sources = {source.name for source in list_needed(value)}
         input_names = sources - {"", "in_degrees", "out_degrees"}
@@ -186,7 +186,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             self.needs_in_edges = self.needs_in_edges or self._module
 
     def read_in_python(self, tensor: Tensor) -> None:
-        """Refuse ``tensor.tolist()`` and similar calls, which are no operation of torch."""
+        """Refuse ``tensor.tolist()`` and similar calls, which are no torch operations."""
         value = self.value_of(tensor)
         if not value.is_constant or any(source.name for source in list_needed(value)):
             self.refuse("a value of a tensor in Python", "compute with tensors instead")
@@ -204,7 +204,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             self.refuse(f"a buffer or weight that it changes ({name})", "leave it as it is")
 
     def _name_without_write(self, operation: Any, name: str) -> str:
-        """Return the name of the operation that returns the result and does not write it."""
+        """Return the name of the operation that returns the same result without writing it."""
         new_name = name.rstrip("_")
         packet = getattr(torch.ops.aten, new_name, None)
         if new_name == name or packet is None or operation._overloadname not in packet.overloads():
@@ -216,7 +216,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _match_scatter(self, name: str, args: Any) -> Tensor | None:
         """Return the rows at one end of all edges if the operation reads them, or None.
 
-        Messages that are computed in Python read the rows of sources and targets by their ids.
+        Messages that are computed in Python read source and target rows by their ids.
         """
         if name == "index_select" and args[1] == 0:
             rows, index = args[0], args[2]
@@ -233,9 +233,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return self.refuse("rows of other nodes than the ends of edges", "pass messages along edges instead")
 
     def _is_all_rows(self, name: str, args: Any, result: Any) -> bool:
-        """True if the operation is a slice of all rows.
+        """Return whether the operation takes a slice that has all rows.
 
-        Sources and targets are the same nodes here, so a slice of the target nodes' rows has all rows.
+        Sources and targets are the same nodes here, so slicing rows down to the target nodes keeps all rows.
         """
         if name != "slice" or not isinstance(result, Tensor) or self.value_of(args[0]).per is None:
             return False
@@ -251,7 +251,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         result: Any,
         per: Per | None = None,
     ) -> None:
-        """Record an operation with its ``result``. ``per`` is None if the rows are those of the inputs."""
+        """Record an operation with its ``result``. ``per`` is None if the rows are of the inputs' kind."""
         leaves = tree_leaves([args, dict(keywords)])
         inputs = [self.value_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         pers = {value.per for value in inputs} - {None}
@@ -263,7 +263,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         node = Node(kind, name, arguments, to_value(dict(keywords)), inputs, module=self._module)
         is_constant = kind in ("tensor", "scatter") and all(value.is_constant for value in inputs)
 
-        # Constant rows are computed once, because powers of degrees are equal in every layer.
+        # Constant rows are computed once, because every layer uses the same powers of degrees.
         constant_key = ""
         if is_constant and kind == "tensor" and pers:
             constant_key = f"{name} {node.arguments} {node.keywords}"
@@ -289,10 +289,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _module(self) -> str:
         return self.modules[-1] if self.modules else "the model"
 
-    # Operations of the graph.
+    # Graph operations.
 
     def reduce(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
-        """Reduce rows over in-edges as the function ``stock`` of DGL does, which has the same arguments."""
+        """Reduce rows over in-edges like DGL's function ``stock``, which has the same arguments."""
         self._check_graph(index)
         if operator == "copy_lhs":
             return self._gather(stock, index, operator, how, rows, None)
@@ -310,8 +310,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if operator == "copy_lhs" and how == "sum":
             factors = self._find_projection(rows)
             if factors is not None:
-                # The sum of products is the product of the sum, and the sum of constant features needs
-                # neither a Scatter nor a gradient.
+                # Summing rows first and multiplying by the matrix afterwards gives the same result. For
+                # constant features, the sum needs neither a Scatter nor a gradient.
                 features, weight = factors
                 return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
 
@@ -320,7 +320,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return result
 
     def _find_projection(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return constant features and the matrix with the product ``rows``.
+        """Return constant features and the matrix whose product is ``rows``.
 
         Return None if ``rows`` are no such product, or if the features are more than twice as wide.
         """
@@ -334,7 +334,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return features.tensor, matrix.tensor
 
     def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:
-        """Return rows of edges from the rows at two ends of the edges: "u", "v" or "e"."""
+        """Return edge rows, computed from the rows at two ends of the edges: "u", "v" or "e"."""
         self._check_graph(index)
         operands = []
         for rows, end in zip((left, right), ends, strict=True):
@@ -395,8 +395,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return self._scattered_rows[key]
 
     def _check_graph(self, index: Any) -> None:
-        """Refuse a graph that has other edges than the block."""
-        # The third tensor of ``index.edges``, the edges' ids, is not compared.
+        """Refuse a graph whose edges differ from the block's."""
+        # The third tensor in ``index.edges``, the edges' ids, is not compared.
         for nodes, ids in zip(index.edges(0, "eid"), self._ends.values(), strict=False):
             if nodes.shape != ids.shape or not self._run(torch.equal, nodes, ids):
                 self.refuse("another graph than its blocks", "pass messages along the blocks it is given")
@@ -415,40 +415,40 @@ def _has_tensor(tree: Any) -> bool:
 
 
 def _has_factor_per_head(rows: Tensor, edges: Tensor) -> bool:
-    """True if edge rows have one factor for each leading dimension of ``rows``."""
+    """Return whether edge rows have one factor for each leading dimension in ``rows``."""
     edge_shape = tuple(edges.shape[1:])
     while edge_shape and edge_shape[-1] == 1:
         edge_shape = edge_shape[:-1]
     return tuple(rows.shape[1 : 1 + len(edge_shape)]) == edge_shape
 
 
-# Calls of the model.
+# Model calls.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """How a model is called: ``model(blocks, x)``, all blocks being the same graph."""
+    """A way to call a model: ``model(blocks, x)``, where all blocks are the same graph."""
 
     model: nn.Module
     features: int
     edge_columns: Mapping[str, Slot]
-    """Data of edges by name."""
+    """Edge data by name."""
     num_blocks: int = 1
     on_blocks: bool = True
-    """Some layers of DGL refuse blocks, and take graphs only."""
+    """Whether the model gets blocks. Some DGL layers refuse them, and only take graphs."""
 
     @property
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
     def make_graph(self, index: int) -> tuple[Any, Tensor]:
-        """Return a random graph to call the model on, and the features of its nodes.
+        """Return a random graph to call the model on, and features for its nodes.
 
-        Calls with the same index give equal graphs. Rows of node and edge data have the shape of the
-        dataset's rows. Integers are 0, because 0 is a valid index of any embedding. Other values are random.
+        Calls with the same index give equal graphs. Rows in node and edge data have the same shape as in the
+        dataset. Integers are 0, because 0 is a valid index into any embedding. Other values are random.
 
         Args:
-            index: 0 or 1. ``SIZES[index]`` has the numbers of nodes and edges.
+            index: 0 or 1. ``SIZES[index]`` has the node count and the edge count.
         """
         num_nodes, num_edges = SIZES[index]
         generator = torch.Generator().manual_seed(_SEED + index)
@@ -465,7 +465,7 @@ class ModelCall:
         return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
 
     def run(self, block: Any, x: Tensor, degrees: Callable[[str], Tensor] | None = None) -> Any:
-        """Call the model. ``degrees`` returns "in_degrees" or "out_degrees" of all nodes.
+        """Call the model. ``degrees`` maps "in_degrees" or "out_degrees" to the degrees.
 
         Ready-made models read degrees from the distributed graph, so its methods are replaced meanwhile.
         """
@@ -487,7 +487,7 @@ class ModelCall:
         for name in self.edge_columns:
             recording.add_input(f"{EDGE_DATA}{name}", block.edata[name], "edge")
 
-        # The call must change neither the model's buffers nor the state of random numbers.
+        # The call must change neither the model's buffers nor the random generators' state.
         with (
             preserve_state(self.model, training=True),
             torch.random.fork_rng(devices=[]),
@@ -548,10 +548,10 @@ def find_call(
 ) -> tuple[ModelCall, ScoredRecording]:
     """Find out how ``model`` is called: with a list of blocks or with one graph, and with how many blocks.
 
-    Of several numbers of blocks, the smallest one is taken with which the model uses the most weights.
+    If several block counts work, the smallest with which the model uses the most weights is taken.
 
     Returns:
-        The call, and its recording on the first of the two random graphs.
+        The call, and its recording on the first random graph.
 
     Raises:
         ConfigError: the model can be called in neither way.
@@ -572,7 +572,7 @@ def find_call(
 
 
 def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, ScoredRecording]:
-    """Try several numbers of blocks, the number of layers first. Return the best call and its recording."""
+    """Try several block counts, the layer count first. Return the best call and its recording."""
     num_layers = max(1, sum(1 for _ in find_convolutions(call.model)))
     trained = {name for name, parameter in call.model.named_parameters() if parameter.requires_grad}
     best: tuple[ModelCall, ScoredRecording] | None = None

@@ -1,7 +1,8 @@
-"""The controller sends the tasks of a graph server to workers, and sends lost and late tasks again.
+"""The controller sends a graph server's tasks to workers, and sends lost and late tasks again.
 
-The controller also tunes the number of workers. The graph server decides which rows it accepts, half by half.
-For the controller a task is done when all rows of one attempt have arrived. Later attempts are duplicates.
+The controller also tunes how many workers there are. The graph server decides which rows it accepts, half by
+half. For the controller a task is done when all rows from one attempt have arrived. Later attempts are
+duplicates.
 """
 
 import heapq
@@ -21,10 +22,10 @@ from dglx_dist.strategies.serverless.tasks import Direction, Task, TaskKey
 
 MAX_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
-"""Share of a server's network per function with 100 functions: 200 Mbit/s."""
+"""Each function's share of a server's network with 100 functions: 200 Mbit/s, in bytes per second."""
 _MIN_POWER = 1 / 16
 _TIMEOUT_FACTOR = 5.0
-"""Factor of the moving average of durations that gives the time-out."""
+"""The time-out is this factor times the moving average over durations."""
 _WEIGHT_OF_PAST = 0.95
 """Weight of earlier durations in the moving average."""
 _FIRST_TIMEOUT_S = 10.0
@@ -32,26 +33,27 @@ _FIRST_TIMEOUT_S = 10.0
 _MIN_TIMEOUT_S = 0.5
 """Least time-out in seconds after the first task."""
 _MAX_BACKOFF = 8.0
-"""Largest factor of the time-outs of further attempts."""
+"""Largest factor by which later attempts' time-outs grow."""
 _TICK_S, _TUNE_S = 0.05, 1.0
 """Seconds between two checks for deaths and time-outs, and between two steps of tuning."""
 _JOIN_TIMEOUT_S = 5.0
 
 
 def most_workers(intervals: int, link_bytes_per_s: float | None = None) -> int:
-    """Return the largest useful number of workers, in [1, 100], on a network of this rate."""
+    """Return how many workers are useful, from 1 to 100, on a network with this rate."""
     network = math.inf if link_bytes_per_s is None else link_bytes_per_s / WORKER_BYTES_PER_S
     return int(max(1, min(intervals, MAX_WORKERS, network)))
 
 
 @final
 class Autotuner:
-    """Adapts the number of workers to the trend of the graph server's task queue, beginning with ``most``.
+    """Adapts the number of workers to how the graph server's task queue grows, beginning with ``most``.
 
     If the queue grows, workers produce more than the server's cores process, and their number falls. If the
-    queue is empty or shrinks quickly, cores wait, and the number of workers rises. The factor is 2 at first.
-    Each change of direction takes its root, and three steps in one direction square it. So the number settles
-    where both sides keep up, and still follows a change.
+    queue is empty or shrinks quickly, cores wait, and the number of workers rises. A change multiplies or
+    divides the number by a factor, which is 2 at first. When the direction changes, the factor becomes its
+    square root. After three steps in one direction it is squared. So the number settles where both sides keep
+    up, and still follows a change.
     """
 
     def __init__(self, most: int) -> None:
@@ -59,13 +61,13 @@ class Autotuner:
         self.workers = most
         """Current number of workers."""
         self._power = 1.0
-        """Exponent of 2 in the factor of the next change."""
+        """The next change multiplies or divides the number by 2 to this power."""
         self._last_length: float | None = None
         self._last_direction = 0
         self._num_same_direction = 0
 
     def observe(self, queue: float) -> int:
-        """Return the number of workers for a queue of length ``queue`` >= 0. Call it at regular intervals."""
+        """Return the number of workers for a queue with this length (>= 0). Call it at regular intervals."""
         last_length = self._last_length
         self._last_length = queue
         direction = 0
@@ -104,7 +106,7 @@ class Autotuner:
 
 
 def _compute_timeout(average_s: float | None, attempt: int) -> float:
-    """Return the time-out of an attempt in seconds, where ``average_s`` is the usual duration, if known."""
+    """Return an attempt's time-out in seconds, where ``average_s`` is the usual duration, if known."""
     timeout_s = _FIRST_TIMEOUT_S
     if average_s is not None:
         timeout_s = max(_MIN_TIMEOUT_S, _TIMEOUT_FACTOR * average_s)
@@ -129,7 +131,7 @@ class _PendingTask:
         return self.ready_at is None
 
     def run_seconds(self, attempt: int, now: float) -> float:
-        """Return how long ``attempt`` has had its rows. The attempt is sent and the rows are ready."""
+        """Return how long ``attempt`` has had its rows. It must be sent, and its rows must be ready."""
         assert self.ready_at is not None
         return now - max(self.sent_at[attempt], self.ready_at)
 
@@ -138,20 +140,20 @@ class _PendingTask:
 class Controller:
     """Sends tasks to an executor. Ready tasks go first, then the oldest epoch, then as launched. Thread-safe.
 
-    At most ``workers`` tasks run, and at most ``workers`` - 1 of them are not ready. So one worker is always
-    free for a task that others wait for, which excludes deadlock.
+    At most ``workers`` tasks run, and at most ``workers`` - 1 among them are not ready. So one worker is
+    always free for a task that others wait for, which excludes deadlock.
 
     Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready. Call
     :meth:`ready` when the rows are ready. The executor belongs to the caller, and its ``notice`` may call
     :meth:`wake`.
 
     Args:
-        most: Upper bound of a tuned number of workers. See :func:`most_workers`.
+        most: Upper bound on a tuned number of workers. See :func:`most_workers`.
         workers: Maximum number of running tasks. With 0 the number is tuned, starting at ``most``.
         retries: Number of further attempts at one task before the run fails.
         prices: Defines how billed durations are rounded.
-        observer: Called on the thread that calls :meth:`finish`, with the key of the finished task, and with
-            the times, by ``clock``, when its attempt was sent, when its rows became ready, and now.
+        observer: Called on the thread that calls :meth:`finish`. It gets the finished task's key, and the
+            times, by ``clock``, when its attempt was sent, when its rows became ready, and now.
     """
 
     def __init__(
@@ -175,13 +177,15 @@ class Controller:
         """Current maximum number of running tasks."""
         self._pending: dict[TaskKey, _PendingTask] = {}
         self._running: dict[TaskKey, _PendingTask] = {}
-        """Pending tasks with a sent newest attempt."""
+        """Pending tasks whose newest attempt has been sent."""
         self._launch_order = itertools.count()
         self._heap: list[tuple[bool, int, int, TaskKey]] = []
-        """Entries of (is early, epoch, order, key). Outdated entries stay: their task is done, running, or
-        ready by now."""
+        """Entries (is early, epoch, order, key).
+
+        Outdated entries stay. Their task is done, running, or ready by now.
+        """
         self._average_s: dict[tuple[int, Direction], float] = {}
-        """Moving average of durations by step and direction."""
+        """Moving average over durations, by step and direction."""
         self._measure_queue: Callable[[], float] | None = None
         self._tuned_at = clock()
         self._counts = Counts()
@@ -212,7 +216,7 @@ class Controller:
         self._send()
 
     def ready(self, key: TaskKey) -> None:
-        """Note that the rows of ``key`` are ready, which starts its time-out. Ignore tasks that are done."""
+        """Note that the rows for ``key`` are ready, which starts its time-out. Ignore tasks that are done."""
         with self._lock:
             pending = self._pending.get(key)
             if pending is None or not pending.is_early:
@@ -222,7 +226,7 @@ class Controller:
         self._send()
 
     def finish(self, key: TaskKey, attempt: int) -> bool:
-        """Note that all rows of one attempt have arrived. Return False for duplicates and unknown tasks."""
+        """Note that all rows from one attempt have arrived. Return False for duplicates and unknown tasks."""
         now = self._clock()
         with self._lock:
             # The task is over even if this attempt was never sent, because its rows have arrived.
@@ -274,11 +278,11 @@ class Controller:
             self._count_finished()
 
     def wake(self) -> None:
-        """Make the thread of :meth:`run` tick now, and return at once."""
+        """Make the thread that :meth:`run` started tick now, and return at once."""
         self._awake.set()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended the thread of :meth:`run`, if any. See :meth:`tick`."""
+        """Raise the error that ended the thread that :meth:`run` started, if any. See :meth:`tick`."""
         if self._failure is not None:
             raise self._failure
 
@@ -349,7 +353,7 @@ class Controller:
         with self._lock:
             now = self._clock()
             for pending in list(self._running.values()):
-                # The time of an attempt begins when its rows are ready.
+                # An attempt's time begins when its rows are ready.
                 if pending.is_early:
                     continue
                 key = pending.task.key

@@ -1,4 +1,4 @@
-"""Price tables and the cost of a run in dollars."""
+"""Price tables, and what a run costs in dollars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Step: TypeAlias = Annotated[float, Within(1e-6, 3600)]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PriceTable:
-    """Dollars for functions and servers at one date."""
+    """Dollars for functions and servers on one date."""
 
     name: Annotated[str, Within(1, 80)]
     source: Annotated[str, Within(1, 400)]
@@ -33,11 +33,11 @@ class PriceTable:
     """YYYY-MM-DD."""
     per_request: _Dollars
     per_gb_second: _Dollars
-    """Dollars per second of a function with 1 GB (1024 MB) of memory."""
+    """Dollars per second for a function with 1 GB (1024 MB) memory."""
     step_s: _Step
-    """Durations are rounded up to multiples of this number of seconds."""
+    """Billing step in seconds. Durations are rounded up to whole steps."""
     per_server_hour: Annotated[Mapping[str, _Dollars], Within(1, 10_000)]
-    """Dollars per hour of one server, by instance type."""
+    """Dollars per hour for one server, by instance type."""
 
     def __post_init__(self) -> None:
         try:
@@ -54,7 +54,7 @@ class PriceTable:
         return self.per_server_hour[kind]
 
     def to_json(self) -> str:
-        """Return the text of a file that :func:`prices` reads."""
+        """Return the text for a file that :func:`prices` can read."""
         return json.dumps(vars(self), indent=2) + "\n"
 
 
@@ -80,7 +80,7 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
 
 
 def _tables() -> tuple[PriceTable, ...]:
-    # Within a family the price is proportional to the number of cores.
+    # Within a family the price is proportional to the core count.
     sizes = {"large": 1, "xlarge": 2, "2xlarge": 4, "4xlarge": 8, "9xlarge": 18}
     servers = {}
     for family, price_of_large in (("c5", 0.085), ("c5n", 0.108)):
@@ -110,7 +110,7 @@ def _tables() -> tuple[PriceTable, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counters of a controller, its functions and a graph server. Counts of several runs can be added."""
+    """Counters from a controller, its functions and a graph server. Counts from several runs can be added."""
 
     invocations: int = 0
     """Number of attempts that were sent."""
@@ -124,9 +124,9 @@ class Counts:
     refused: int = 0
     """Duplicate results."""
     billed_s: float = 0.0
-    """Seconds of the finished invocations, not rounded."""
+    """Seconds that the finished invocations took, not rounded."""
     gb_s: float = 0.0
-    """GB-seconds (memory x duration) of the finished invocations. Each duration is rounded up to a step."""
+    """GB-seconds (memory x duration) over the finished invocations. Each duration is rounded up to a step."""
     server_seconds: float = 0.0
     """Seconds that graph servers trained, summed over the ranks."""
 
@@ -142,17 +142,17 @@ class Counts:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """Dollars of one run."""
+    """Dollars that one run costs."""
 
     functions: float
-    """Dollars for the invocations of functions and for their time."""
+    """Dollars for invoking functions and for their time."""
     servers: float
     simulated: bool
     """Whether the functions ran elsewhere than at the provider, so that their dollars are an estimate."""
     prices: str
-    """Name and date of the price table."""
+    """The price table's name and date."""
     unknown: int = 0
-    """Number of invocations of unknown duration. If there are any, ``functions`` is a lower bound."""
+    """Number of invocations with unknown duration. If there are any, ``functions`` is a lower bound."""
 
     @property
     def total(self) -> float:
@@ -173,13 +173,13 @@ class Bill:
 
 
 def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> float:
-    """Return the GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``."""
+    """Return one invocation's GB-seconds, its duration rounded up to whole steps as ``prices`` says."""
     if not duration_s >= 0 or math.isinf(duration_s):
         raise ConfigError(f"an invocation took {duration_s} s; give seconds of at least 0")
     if memory_mb < 1:
         raise ConfigError(f"a function has {memory_mb} MB; give at least 1")
 
-    # Fractions are exact, while 0.1 s has no exact binary form. Less than a nanosecond is noise of the clock.
+    # Fractions are exact, while 0.1 s has no exact binary form. Less than a nanosecond is clock noise.
     step = Fraction(str(prices.step_s))
     duration = Fraction(round(duration_s * 1e9), 10**9)
     num_steps = math.ceil(duration / step)
@@ -189,7 +189,7 @@ def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> 
 def bill(
     functions: Counts, server_seconds: Mapping[str, float], prices: PriceTable, *, simulated: bool
 ) -> Bill:
-    """Return what a run costs in dollars, given the seconds that servers of each instance type ran."""
+    """Return what a run costs in dollars, given the seconds that servers ran by instance type."""
     return Bill(
         functions=functions.invocations * prices.per_request + functions.gb_s * prices.per_gb_second,
         servers=math.fsum(seconds / 3600 * prices.server(kind) for kind, seconds in server_seconds.items()),

@@ -1,4 +1,4 @@
-"""Cuts the recording of a model at the operations of the graph into a program's steps."""
+"""Cuts a model's recording at the graph operations into a program's steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from dglx_dist.strategies.serverless.tensor_program import (
 from dglx_dist.strategies.serverless.verify import check_program
 
 CLASS_LABEL = Slot(name="label", shape=(), per="node", dtype="int64")
-"""Label of a classification."""
+"""Label slot for a classification."""
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 _GRAPH_KINDS = ("gather", "softmax")
 _TENSOR_KINDS = ("tensor", "drop")
@@ -61,9 +61,9 @@ _IGNORED_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blo
 
 _Depth: TypeAlias = int
 _MAX_EDGE_COLUMNS = 8
-"""Largest width of rows of edges that are computed once and kept."""
+"""Largest width for edge rows that are computed once and kept."""
 _ONCE: _Depth = -1
-"""Depth of pieces that depend on neither weights nor dropout. They run once, before the first epoch."""
+"""Depth for pieces that depend on neither weights nor dropout. They run once, before the first epoch."""
 
 
 @final
@@ -86,10 +86,10 @@ class TensorPiece:
 
 @final
 class Cutter:
-    """Cuts the first of two ``recordings``. The second has a graph of another size.
+    """Cuts the first of two ``recordings``. The second comes from a graph with another size.
 
-    A number that differs between the recordings is a size of the graph. An operation runs as late as its
-    result allows, so that few rows travel. The depth of a piece is the number of graph operations before it.
+    A number that differs between the recordings depends on the graph's size. An operation runs as late as its
+    result allows, so that few rows travel. A piece's depth says how many graph operations come before it.
     """
 
     def __init__(self, recordings: Sequence[Recording], scores: Value, edges_on_workers: bool | None) -> None:
@@ -118,8 +118,8 @@ class Cutter:
     def cut(self) -> tuple[ProgramStep, ...]:
         """Return the program's steps.
 
-        Raises ConfigError if rows of one step depend on the number of rows, or if rows that travel are
-        neither int64 nor of the features' dtype.
+        Raises ConfigError if rows in one step depend on how many rows there are, or if rows that travel are
+        neither int64 nor have the features' dtype.
         """
         self._fill_pieces()
         graph_nodes: defaultdict[_Depth, list[Node]] = defaultdict(list)
@@ -137,19 +137,19 @@ class Cutter:
                     is_last = depth == last_depth and self._scores in piece.outputs
                     steps.append(self._make_apply(piece, is_once=depth == _ONCE, is_last=is_last))
 
-        # The step with the scores comes after other steps of its depth.
+        # The step with the scores comes after other steps at its depth.
         steps.sort(key=lambda step: isinstance(step, Apply) and self._slots[self._scores] in step.outputs)
         return tuple(self._add_scatters(steps))
 
     # Depths.
 
     def _is_once(self, value: Value) -> bool:
-        """True if ``value`` is computed once, before the first epoch, or is an input."""
+        """Return whether ``value`` is computed once, before the first epoch, or is an input."""
         if value.per is None or not value.is_constant:
             return False
         if value.per == "node" or value.producer is None:
             return True
-        # Wide rows of all edges would take more memory than the graph, so they are computed in each epoch.
+        # Wide rows for all edges would take more memory than the graph, so they are computed in each epoch.
         if math.prod(value.tensor.shape[1:]) > _MAX_EDGE_COLUMNS:
             return False
         for source in value.producer.inputs:
@@ -159,7 +159,7 @@ class Cutter:
         return True
 
     def _find_depths(self) -> dict[Node, _Depth]:
-        """Return the depth of each node with rows: the greatest depth that its readers allow."""
+        """Return the depth for each node with rows: the greatest depth that its readers allow."""
         earliest: dict[Value, _Depth] = {}
         for node in self._nodes:
             depth = max((earliest.get(value, 0) for value in node.inputs if value.per), default=0)
@@ -192,7 +192,7 @@ class Cutter:
     # Pieces.
 
     def _fill_pieces(self) -> None:
-        """Put each operation on rows into its piece, and make slots of the rows that pieces exchange."""
+        """Put each operation on rows into its piece, and make slots for the rows that pieces exchange."""
         for node in self._nodes:
             per = node.outputs[0].per
             if node.kind in _TENSOR_KINDS and per is not None:
@@ -219,7 +219,7 @@ class Cutter:
         return self._pieces.get((depth, value.per))
 
     def _read(self, piece: TensorPiece, value: Value) -> None:
-        """Add ``value`` to the inputs of ``piece``, if the piece does not compute it."""
+        """Make ``value`` an input to ``piece``, if the piece does not compute it."""
         if value.producer is not None and value.producer.kind == "scatter":
             source, end = value.producer.inputs[0], value.producer.name
             self._materialise(source, 0)
@@ -240,7 +240,7 @@ class Cutter:
         self._slot_of(value)
 
     def _slot_of(self, value: Value) -> Slot:
-        """Return the slot of ``value``, a new one if it has none."""
+        """Return the slot for ``value``, a new one if it has none."""
         if value in self._slots:
             return self._slots[value]
 
@@ -309,14 +309,14 @@ class Cutter:
     def _make_output(self, value: Value) -> Slot:
         slot = self._slots[value]
         if value.producer is None or value.producer.kind not in _TENSOR_KINDS:
-            # The piece copies an input, so the copy gets a name of its own.
+            # The piece copies an input, so the copy gets its own name.
             name = self._make_name("h" if slot.per == "node" else "m")
             slot = Slot(name=name, shape=slot.shape, per=slot.per)
             self._slots[value] = slot
         return slot
 
     def _add_scatters(self, steps: Sequence[ProgramStep]) -> Iterator[ProgramStep]:
-        """Yield ``steps``, and a Scatter after each step with rows that are read at sources of edges.
+        """Yield ``steps``, and a Scatter after each step whose rows are read at edge sources.
 
         Rows need no Scatter if graph servers compute or fetch them for halo nodes, too.
         """
@@ -335,10 +335,11 @@ class Cutter:
 
 
 _EDGE_INTENSITY = 8.0
-"""Number of operations for each moved byte from which a step on edges is faster on workers.
+"""Operations per moved byte from which an edge step is faster on workers.
 
 A graph server like the paper's c5.2xlarge makes some 20 G operations a second in such steps, and 100
-functions move 2.5 GB a second, 200 Mbit/s each (Dorylus, section 6)."""
+functions move 2.5 GB a second, 200 Mbit/s each (Dorylus, section 6).
+"""
 
 
 def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
@@ -347,7 +348,7 @@ def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
     for node in piece.nodes:
         operations_per_number = 1
         if node.name.partition(".")[0] in PRODUCTS:
-            # A product of (n, k) and (k, m) multiplies and adds k times for each number.
+            # A product between (n, k) and (k, m) multiplies and adds k times for each number.
             operations_per_number = 2 * node.inputs[-2].tensor.shape[-1]
         for result in node.outputs:
             if isinstance(result.tensor, Tensor):
@@ -362,9 +363,9 @@ def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
 
 @final
 class _BodyWriter:
-    """Writes the tensor program of a piece.
+    """Writes a piece's tensor program.
 
-    ``twin_values`` and ``twins`` have the values and the operations of the second recording.
+    ``twin_values`` and ``twins`` have the second recording's values and operations.
     """
 
     def __init__(
@@ -378,7 +379,7 @@ class _BodyWriter:
         self._constants: list[Value] = []
         value, _ = next(iter(piece.inputs))
         self._num_rows = [len(value.tensor), len(twin_values[value].tensor)]
-        """Number of rows of the piece in the two recordings."""
+        """The piece's row counts in the two recordings."""
         if piece.per == "edge":
             self._num_rows = [num_edges for _, num_edges in SIZES]
 
@@ -393,7 +394,7 @@ class _BodyWriter:
         for value in (*inputs, *self.weights.values(), *self._constants):
             numbers[value] = len(numbers)
 
-        # Values are numbered one after another, in the order of the recording.
+        # Values are numbered one after another, in recording order.
         next_number = len(numbers)
         operations = []
         for node in self._twins:
@@ -428,7 +429,7 @@ class _BodyWriter:
             nodes.add(value.producer)
 
     def _read_value(self, value: Value, end: End) -> Value:
-        """Return the rows of ``value`` at ``end`` of the edges, or ``value`` if no operation scatters it."""
+        """Return the rows of ``value`` at edge ``end``, or ``value`` if no operation scatters it."""
         for node in self._twins:
             if node.kind == "scatter" and node.name == end and node.inputs[0] is value:
                 return node.outputs[0]
@@ -447,7 +448,7 @@ class _BodyWriter:
         def write(argument: Any, twin_argument: Any) -> Any:
             return self._write_argument(node, argument, twin_argument, numbers)
 
-        # Arguments that only describe the memory of a result have no meaning on a worker.
+        # Arguments that only describe a result's memory have no meaning on a worker.
         keywords = {}
         for name, value in node.keywords.items():
             if name not in _IGNORED_KEYWORDS:
@@ -463,7 +464,7 @@ class _BodyWriter:
     def _write_argument(
         self, node: Node, argument: Any, twin_argument: Any, numbers: Mapping[Value, int]
     ) -> Any:
-        """Return an argument as JSON. A multiple of the number of rows becomes ``{"rows": multiple}``."""
+        """Return an argument as JSON. A multiple of the row count becomes ``{"rows": multiple}``."""
         if isinstance(argument, list | tuple):
             pairs = zip(argument, twin_argument, strict=True)
             return [self._write_argument(node, item, twin, numbers) for item, twin in pairs]
@@ -532,12 +533,12 @@ def capture(
     edge_columns: Mapping[str, Slot] = MappingProxyType({}),
     edges_on_workers: bool | None = None,
 ) -> Captured:
-    """Return the program of ``model``.
+    """Return the program that computes ``model``.
 
     Args:
-        features: Number of columns of the features.
-        edge_columns: Data of edges by name, which the model may read.
-        edges_on_workers: Where steps on edges run. None: where they are cheaper.
+        features: Number of feature columns.
+        edge_columns: Edge data by name, which the model may read.
+        edges_on_workers: Where edge steps run. None: where they are cheaper.
 
     Raises:
         ConfigError: a part of the model cannot be a step. The message names it and a remedy.
@@ -567,7 +568,7 @@ def _add_up(scores: Tensor, labels: Tensor) -> Tensor:
 def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.dtype) -> TensorProgram:
     """Return the program from (n, ...) scores and labels to (n,) losses.
 
-    Raises ConfigError if ``loss`` is not the mean of the losses of single rows.
+    Raises ConfigError if ``loss`` is not the mean over single rows' losses.
     """
     # There are at least as many rows as classes, so that each class has a row with its weight.
     num_classes = math.prod(shape) if label.dtype else 1
@@ -599,7 +600,7 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
 
 
 def _record_loss(recording: Recording, loss: Loss, scores: Tensor, labels: Tensor) -> Value:
-    """Record the losses of single rows and return their value. Raises ConfigError as :func:`capture_loss`."""
+    """Record single rows' losses and return their value. Raises ConfigError as :func:`capture_loss`."""
 
     def compute_row_loss(row: Tensor, label: Tensor) -> Tensor:
         return loss(row[None], label[None]).reshape(())
@@ -625,9 +626,9 @@ def _record_loss(recording: Recording, loss: Loss, scores: Tensor, labels: Tenso
 
 
 def pair_values(first: Recording, second: Recording) -> dict[Value, Value]:
-    """Return the value of ``second`` for each value of ``first``.
+    """Map each value in ``first`` to its value in ``second``.
 
-    Raises ConfigError if the recordings have other operations.
+    Raises ConfigError if the recordings have different operations.
     """
     operations = [(node.kind, node.name) for node in first.nodes]
     if operations != [(node.kind, node.name) for node in second.nodes]:

@@ -1,17 +1,17 @@
-"""Kernels of a graph server over the edges of its nodes.
+"""Kernels in which a graph server computes over the edges into its nodes.
 
 Their arrays, for n own nodes, m halo nodes, E edges into own nodes and K heads, are:
 
-- ``indptr`` (n + 1,) int64 and ``sources`` (E,) int32 local ids in [0, n + m), in-edges in CSC order. Those
-  of node v are from ``indptr[v]`` to ``indptr[v + 1]``.
+- ``indptr`` (n + 1,) int64 and ``sources`` (E,) int32 local ids in [0, n + m), in-edges in CSC order. Node v
+  has its in-edges from ``indptr[v]`` to ``indptr[v + 1]``.
 - ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32 and ``out_edges`` (E,) positions in CSC order,
-  the same edges by source. Those of local id u are from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
-- ``rows`` (n + m, w) of sources.
-- ``values`` (E, K) factors of edges in CSC order, where K divides w, or None if all factors are 1.
-- ``first`` is the first node of ``out``, and ``nodes`` (k,) int32 are local ids.
+  the same edges by source. Local id u has its out-edges from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
+- ``rows`` (n + m, w) by source.
+- ``values`` (E, K) edge factors in CSC order, where K divides w, or None if all factors are 1.
+- ``first`` is the first node in ``out``, and ``nodes`` (k,) int32 are local ids.
 
-Every sum is in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
-A kernel is compiled once for arrays of values and once for None.
+Every sum follows the edge order, so equal rows give equal bits. Kernels release the interpreter lock. A
+kernel is compiled twice: once for ``values`` as an array and once for None.
 """
 
 import numpy as np
@@ -28,9 +28,9 @@ _AHEAD = 8
 def gather(
     indptr: Array, sources: Array | None, values: Array | None, rows: Array, first: int, out: Array
 ) -> None:
-    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values.
+    """Sum the source rows of each node ``first + i``, times the values, into ``out[i]`` (nodes, w).
 
-    ``rows`` has the source rows. If ``sources`` is None, it has the rows of these nodes' in-edges.
+    ``rows`` has the source rows. If ``sources`` is None, it has one row for each in-edge into these nodes.
     """
     heads = 1 if values is None else values.shape[1]
     width = rows.shape[1] // heads
@@ -66,10 +66,10 @@ def pull_back(
     nodes: Array,
     out: Array,
 ) -> None:
-    """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
+    """Add to ``out[i]`` (k, w) the gradients at ``places`` along the out-edges from ``nodes[i]``.
 
-    The function is the transpose of :func:`gather`. For node gradients, ``places`` is ``out_targets``,
-    and each gradient is multiplied by the value of its edge. For edge gradients, it is ``out_edges``.
+    This is the transpose of :func:`gather`. For node gradients, ``places`` is ``out_targets``, and each
+    gradient is multiplied by its edge's value. For edge gradients, it is ``out_edges``.
     """
     heads = 1 if values is None else values.shape[1]
     width = gradients.shape[1] // heads
@@ -94,9 +94,9 @@ def pull_back(
 def edge_products(
     indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
 ) -> None:
-    """Write to ``out``, (edges, K), the product of the target's gradient and the source's row, by head.
+    """Multiply the target's gradient with the source's row, by head, into ``out`` (edges, K).
 
-    ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
+    ``gradients`` is (nodes, w), and ``out`` has the in-edges into these nodes.
     """
     width = rows.shape[1] // out.shape[1]
     first_edge = indptr[first]
@@ -117,11 +117,11 @@ def edge_products(
 def gather_extreme(
     indptr: Array, sources: Array | None, rows: Array, first: int, is_max: bool, out: Array, best: Array
 ) -> None:
-    """Write to ``out[i]``, (nodes, w), the largest or smallest row of the in-edges of node ``first + i``.
+    """Write the largest or smallest row over node ``first + i``'s in-edges to ``out[i]`` (nodes, w).
 
-    ``rows`` has the source rows. If ``sources`` is None, it has the rows of these nodes' in-edges.
-    ``best`` (nodes, w) gets the position of the edge with the result, the first one of equal edges. A node
-    without edges gets -1 in ``best``, and an infinite ``out``.
+    ``rows`` has the source rows. If ``sources`` is None, it has one row for each in-edge into these nodes.
+    ``best`` (nodes, w) gets the position of the edge that gave the result, or the first one if several are
+    equal. A node without edges gets -1 in ``best``, and an infinite ``out``.
     """
     out[:] = -np.inf if is_max else np.inf
     best[:] = -1
@@ -148,7 +148,7 @@ def pull_back_extreme(
     nodes: Array,
     out: Array,
 ) -> None:
-    """Add to ``out[i]``, (k, w), the gradients of targets that took their value from ``nodes[i]``."""
+    """Add to ``out[i]`` (k, w) the gradients from targets that took their value from ``nodes[i]``."""
     for i in range(len(nodes)):
         for position in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
             target = out_targets[position]
@@ -160,10 +160,10 @@ def pull_back_extreme(
 
 @njit(cache=True, nogil=True)
 def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
-    """Write to ``out`` the softmax of ``scores`` over each node's in-edges.
+    """Write the softmax over each node's in-edges in ``scores`` to ``out``.
 
-    Both are (edges, K) and have the in-edges of consecutive nodes from ``first`` on. Their length tells the
-    last of these nodes.
+    Both are (edges, K) and have the in-edges into consecutive nodes from ``first`` on. Their length tells
+    which node is the last.
     """
     first_edge = indptr[first]
     node = first
@@ -187,9 +187,9 @@ def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def softmax_gradient(indptr: Array, shares: Array, gradients: Array, first: int, out: Array) -> None:
-    """Write to ``out`` the scores' gradient. ``shares`` is the result of :func:`softmax`.
+    """Write the scores' gradient to ``out``. ``shares`` is what :func:`softmax` wrote.
 
-    ``gradients`` is the gradient of ``shares``. All three are (edges, K), as in :func:`softmax`.
+    ``gradients`` is the gradient for ``shares``. All three are (edges, K), as in :func:`softmax`.
     """
     first_edge = indptr[first]
     node = first

@@ -1,4 +1,4 @@
-"""One graph server's part of a graph: local edges, halo, intervals, rows to send, features and labels."""
+"""One graph server's part: local edges, halo, intervals, rows to send, features and labels."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ class ServerGraph:
     """Graph of one server: n own nodes, m halo nodes, and E edges into own nodes.
 
     Own nodes have the local ids 0 to n - 1, and halo nodes have the local ids n to n + m - 1. A halo node
-    belongs to another graph server and has an edge into an own node. The halo nodes of an owner are in the
-    order of their global ids, and so is the owner's list in :attr:`Part.boundary`. So a position in these
-    lists means the same node on both servers.
+    belongs to another graph server and has an edge into an own node. An owner's halo nodes are ordered by
+    global id, and so is the owner's list in :attr:`Part.boundary`. So a position in these lists means the
+    same node on both servers.
     """
 
     rank: int
     starts: Array
-    """(W + 1,) int64 global id of the first node of each graph server."""
+    """(W + 1,) int64 global id of the first node on each graph server."""
     indptr: Array
-    """(n + 1,) int64 positions in ``sources``, where the in-edges of each node begin."""
+    """(n + 1,) int64 positions in ``sources`` where each node's in-edges begin."""
     sources: Array
-    """(E,) int32 local ids of the sources of in-edges."""
+    """(E,) int32 local source ids for the in-edges."""
     halo: Array
-    """(m,) int64 global ids of halo nodes, ascending."""
+    """(m,) int64 global ids of the halo nodes, ascending."""
     halo_starts: Array
     """(W + 1,) int64 bounds. Server r owns the halo nodes ``halo[halo_starts[r]:halo_starts[r + 1]]``."""
     out_indptr: Array
-    """(n + m + 1,) int64 positions in ``out_targets``, where the out-edges of each local id begin."""
+    """(n + m + 1,) int64 positions in ``out_targets`` where each local id's out-edges begin."""
     out_targets: Array
     """(E,) int32 own nodes to which the edges lead, by source."""
     out_edges: Array
-    """(E,) int64 positions of the edges in ``sources``, by source."""
+    """(E,) int64 positions in ``sources`` for the same edges, by source."""
     first_edge: int = 0
-    """Global id of the first edge. The next edges have the next ids, in the order of ``sources``."""
+    """Global id of the first edge. The next edges have the next ids, in the same order as ``sources``."""
 
     @property
     def own_ids(self) -> Array:
@@ -81,13 +81,13 @@ class ServerGraph:
         return len(self.starts) - 1
 
     def halo_ids(self, owner: int) -> Array:
-        """Return the ascending global ids of the halo nodes that graph server ``owner`` owns."""
+        """Return the ascending global ids for halo nodes that graph server ``owner`` owns."""
         return self.halo[self.halo_starts[owner] : self.halo_starts[owner + 1]]
 
     def own_positions(self, ids: Array, asker: int) -> Array:
-        """Return (k,) int32 local ids of the (k,) global ``ids``, which are halo nodes of server ``asker``.
+        """Return (k,) int32 local ids for the (k,) global ``ids``, which are halo nodes on server ``asker``.
 
-        Raises ConfigError if ``ids`` are not ascending, or no nodes of this rank.
+        Raises ConfigError if ``ids`` are not ascending, or no nodes on this rank.
         """
         first = int(self.starts[self.rank])
         end = int(self.starts[self.rank + 1])
@@ -106,7 +106,7 @@ class ServerGraph:
 def local_graph(
     rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
 ) -> ServerGraph:
-    """Return the local graph of ``rank``.
+    """Return the local graph on ``rank``.
 
     Args:
         sources: (E,) global ids. The other arrays are as in :class:`ServerGraph`.
@@ -131,7 +131,7 @@ def local_graph(
     local_ids[is_own] = global_ids[is_own] - first
     local_ids[~is_own] = num_own + np.searchsorted(halo, global_ids[~is_own])
 
-    # Sort the edges by source. Edges of one source stay in the order of their targets.
+    # Sort the edges by source. Edges from one source stay ordered by target.
     order = np.argsort(local_ids, kind="stable")
     out_degrees = np.bincount(local_ids, minlength=num_own + len(halo))
     targets = np.repeat(np.arange(num_own, dtype=np.int32), np.diff(indptr))
@@ -152,35 +152,36 @@ def local_graph(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Graph of one server in k intervals, with the data that the program reads."""
+    """One server's graph in k intervals, with the data that the program reads."""
 
     graph: ServerGraph
     bounds: Array
     """(k + 1,) int64 local ids. Interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     interval_sizes: Array
-    """(W k,) number of nodes in each interval, for all graph servers."""
+    """(W k,) node counts by interval, for all graph servers."""
     boundary: Sequence[Array]
     """For each peer (b,) int32 ascending own nodes in the peer's halo. See :class:`ServerGraph`."""
     inputs: Mapping[str, Array]
-    """The program's inputs by slot: (n + m, width) own rows, then halo rows, or (E, width) of edges."""
+    """The program's inputs by slot: (n + m, width) own rows, then halo rows, or (E, width) edge rows."""
     labels: Array
     """(n,) int32 classes or (n, width) numbers. Nodes that are not trained on have -1 or NaN."""
 
     @cached_property
     def boundary_bounds(self) -> list[Array]:
-        """For each peer (k + 1,) int64 bounds of the intervals in ``boundary[peer]``."""
+        """For each peer, (k + 1,) int64 bounds between the intervals in ``boundary[peer]``."""
         return [np.searchsorted(nodes, self.bounds) for nodes in self.boundary]
 
     @cached_property
     def returned_positions(self) -> list[list[Array]]:
-        """Halo nodes that each interval sends gradients of, by peer and then by interval.
+        """Halo nodes whose gradients each interval sends, by peer and then by interval.
 
-        Several intervals may have an edge from the same halo node. The last of them sends the sum of their
-        gradients to the peer that owns the node, because all others are done by then. An entry has (g,) int32
-        ascending positions in the list of the peer's halo nodes, which is described in :class:`ServerGraph`.
+        Several intervals may have an edge from the same halo node. The last of these intervals sends the
+        summed gradient to the peer that owns the node, because all others are done by then. An entry has (g,)
+        int32 ascending positions in the peer's list of halo nodes, which is described in
+        :class:`ServerGraph`.
         """
         graph = self.graph
-        # The out-edges of a node are in the order of their targets, so the last edge has the last target.
+        # A node's out-edges are ordered by target, so the last edge has the last target.
         last_edges = graph.out_indptr[graph.num_own + 1 :] - 1
         last_targets = graph.out_targets[last_edges]
         senders = np.searchsorted(self.bounds, last_targets, side="right") - 1
@@ -214,12 +215,12 @@ class Part:
 def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
     """Cut n nodes into contiguous intervals that are balanced in nodes and in crossing edges.
 
-    A crossing edge comes from another interval or a halo node. Nodes and crossing edges each count for half
-    of an interval's load. So no interval has more than twice the mean of either, up to one node's share. The
+    A crossing edge comes from another interval or a halo node. Nodes and crossing edges each make half an
+    interval's load. So no interval has more than twice the mean in either, up to one node's share. The
     crossing edges depend on the cut, so the cut is refined five times, and the best one is returned.
 
     Args:
-        indptr: (n + 1,) int64 of the in-edges.
+        indptr: (n + 1,) int64 over the in-edges.
         sources: (E,) local ids. Ids from n on are halo nodes.
         num_intervals: k >= 1. Some are empty if there are fewer nodes.
 
@@ -232,7 +233,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
     best_bounds = bounds
     best_load = np.inf
     for _ in range(5):
-        # The shares of all nodes in the load sum to 1.
+        # All nodes' shares in the load sum to 1.
         shares = np.full(num_nodes, 1 / max(num_nodes, 1))
         num_crossing = crossing_edges(indptr, sources, bounds)
         total_crossing = num_crossing.sum()
@@ -244,7 +245,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
             best_bounds = bounds
             best_load = load
 
-        # A node on a cut goes to the interval that has the middle of its share.
+        # A node on a cut goes to the interval that contains the middle of its share.
         middles = share_ends - shares / 2
         inner_ends = np.searchsorted(middles, np.arange(1, num_intervals) / num_intervals)
         bounds = _round_bounds(inner_ends, num_nodes)
@@ -252,12 +253,12 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
 
 
 def _round_bounds(inner_ends: Array, num_nodes: int) -> Array:
-    """Return the bounds of intervals with aligned rows, from the ends of all intervals but the last."""
+    """Return bounds between intervals with aligned rows, from the ends of all intervals but the last."""
     return np.array([0, *(round_rows(int(end)) for end in inner_ends), num_nodes], np.int64)
 
 
 def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
-    """Return for each node, (n,) int64, the number of in-edges from other intervals or halo nodes."""
+    """Count each node's in-edges from other intervals or halo nodes. Return (n,) int64."""
     num_nodes = len(indptr) - 1
     interval_of_node = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
     targets = np.repeat(np.arange(num_nodes), np.diff(indptr))
@@ -285,7 +286,7 @@ def read_structure(g: DistGraph) -> ServerGraph:
 
 
 def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
-    """Return for each peer the own nodes that are halo nodes of the peer: (b,) int32, ascending.
+    """Return for each peer the own nodes that are in the peer's halo: (b,) int32, ascending.
 
     Every rank must call this function.
     """
@@ -298,7 +299,7 @@ def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
 
 
 def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Array:
-    """Return the (n + m, F) features of own nodes and halo nodes from the node data ``name``."""
+    """Return (n + m, F) features for own nodes and halo nodes from the node data ``name``."""
     ids = np.concatenate([graph.own_ids, graph.halo])
     rows = g.kvstore.pull(g.ndata[name].kvstore_key, ids, distinct=True, phase=PRELOAD)
     # torch converts, because NumPy has no bfloat16.
@@ -308,12 +309,12 @@ def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Ar
 def read_input(g: DistGraph, graph: ServerGraph, slot: Slot, dtype: str, feature: str) -> Array:
     """Return the rows for a program input: (n + m, width) for nodes, or (E, width) for edges.
 
-    ``feature`` names the node data of the slot x. Rows of other servers are requested from them.
+    ``feature`` names the node data for the slot x. Rows on other servers are requested from them.
     """
     if slot.name == FEATURES:
         return read_features(g, graph, feature, dtype)
     if slot.per == "node":
-        # The other inputs of nodes are the degrees.
+        # The other node inputs are the degrees.
         ids = torch.from_numpy(np.concatenate([graph.own_ids, graph.halo]))
         degrees = g.in_degrees(ids) if slot.name == "in_degrees" else g.out_degrees(ids)
         return np.ascontiguousarray(degrees.numpy(), np.int64)[:, None]
@@ -325,10 +326,10 @@ def read_input(g: DistGraph, graph: ServerGraph, slot: Slot, dtype: str, feature
 
 
 def open_part(g: DistGraph, captured: Captured, objective: Objective, targets: Array, intervals: int) -> Part:
-    """Return this rank's part, with the data of the graph that the program reads. Every rank must call it.
+    """Return this rank's part, with the graph data that the program reads. Every rank must call it.
 
     Args:
-        targets: (n,) bool of the own nodes that are trained on.
+        targets: (n,) bool, True for own nodes that are trained on.
         intervals: Number of intervals.
 
     Raises:
@@ -380,12 +381,12 @@ def check_columns(g: DistGraph, objective: Objective, program: Program) -> None:
 
 
 def read_labels(g: DistGraph, own: Array, name: str, targets: Array, program: Program) -> Array:
-    """Return the labels of the ``own`` nodes. See :class:`Part`.
+    """Return the labels for the ``own`` nodes. See :class:`Part`.
 
-    Raises ConfigError if the label of a training node is no class of the model, or not finite.
+    Raises ConfigError if a training node's label is no class in the model, or not finite.
     """
     labels = g.ndata[name][torch.from_numpy(own)].numpy()
-    # The check comes before the conversion to int32, in which a label of 2**32 would become class 0.
+    # The check comes before the conversion to int32, in which a label 2**32 would become class 0.
     if program.label.dtype:
         num_classes = program.scores.shape[0]
         is_wrong = targets & ((labels < 0) | (labels >= num_classes))

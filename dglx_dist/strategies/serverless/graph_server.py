@@ -1,6 +1,6 @@
-"""Graph server of strategy ``lambda``, which has the rows of its part and executes the tasks of intervals.
+"""Graph server for strategy ``lambda``, which has its part's rows and executes the intervals' tasks.
 
-See section 4 of Dorylus. The scheduler decides the order of tasks and carries messages.
+See section 4 in Dorylus. The scheduler decides the task order and carries messages.
 """
 
 import threading
@@ -52,42 +52,42 @@ from dglx_dist.strategies.serverless.tensor_program import DTYPES, RowKeys
 
 
 class TaskKind(Enum):
-    """Type of a task. Graph servers execute all but WORK."""
+    """Work that a task does. Graph servers execute all kinds but WORK."""
 
     GATHER = "gather"
     """Reduce rows over in-edges."""
     SOFTMAX = "softmax"
-    """Normalise values of in-edges."""
+    """Normalise values on in-edges."""
     APPLY = "apply"
     """Run a tensor program here, forward or backward."""
     SCATTER = "scatter"
-    """Send rows of boundary nodes to the graph servers where the nodes are halo nodes."""
+    """Send boundary rows to the graph servers where the nodes are halo nodes."""
     WORK = "work"
     """Run a tensor program on a worker, forward, backward or fused."""
     PUBLISH = "publish"
-    """Publish the gradient of a gathered row to the sources of its edges, and compute edge gradients."""
+    """Publish a gathered row's gradient to the edges' sources, and compute edge gradients."""
     SOFTMAX_GRADIENT = "softmax_gradient"
     """Compute a softmax's gradient."""
     SEND_BACK = "send_back"
-    """Send the gradients of halo nodes to their owners."""
+    """Send gradients for halo nodes to their owners."""
     COLLECT = "collect"
-    """Add the gradients that arrive over out-edges to the gradients of own rows."""
+    """Add the gradients that arrive over out-edges to the own rows' gradients."""
 
 
 class Barrier(Enum):
-    """Condition that a task of a synchronous epoch waits for."""
+    """Condition that a task in a synchronous epoch waits for."""
 
     NONE = "none"
     LOCAL = "local"
-    """All intervals of this graph server have reached the task."""
+    """All intervals on this graph server have reached the task."""
     GLOBAL = "global"
-    """All intervals of all graph servers have reached the task."""
+    """All intervals on all graph servers have reached the task."""
 
 
 @final
 @dataclass(frozen=True)
 class ScheduledTask:
-    """One step of an interval's epoch."""
+    """One step in an interval's epoch."""
 
     kind: TaskKind
     step: int
@@ -97,7 +97,7 @@ class ScheduledTask:
 
 
 def epoch_schedule(program: Program) -> tuple[ScheduledTask, ...]:
-    """Return the tasks of an epoch in order. One task does the last step forward and backward."""
+    """Return an epoch's tasks in order. One task does the last step forward and backward."""
     tasks: list[ScheduledTask] = []
     barrier_of_next = Barrier.NONE
     for index, step in enumerate(program.steps):
@@ -124,7 +124,7 @@ _BACKWARD_BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barri
 
 
 def _kind_of(step: ProgramStep) -> TaskKind | None:
-    """Return the kind of the task that runs ``step`` forward, or None if it runs once before the epochs."""
+    """Return the task kind that runs ``step`` forward, or None if it runs once before the epochs."""
     if isinstance(step, Apply):
         return {"worker": TaskKind.WORK, "server": TaskKind.APPLY}.get(step.place)
     kinds = {Gather: TaskKind.GATHER, Softmax: TaskKind.SOFTMAX, Scatter: TaskKind.SCATTER}
@@ -132,7 +132,7 @@ def _kind_of(step: ProgramStep) -> TaskKind | None:
 
 
 def _backward_kinds(program: Program, step: ProgramStep) -> tuple[TaskKind, ...]:
-    """Return the kinds of tasks that compute gradients of ``step``, or () if no weight needs them."""
+    """Return the task kinds that compute gradients for ``step``, or () if no weight needs them."""
     has_weights = isinstance(step, Apply) and bool(step.weights)
     if not has_weights and program.trained_slots.isdisjoint(inputs_of(step)):
         return ()
@@ -158,7 +158,7 @@ class SubmitResult(Enum):
 
 
 class _OpenTask(NamedTuple):
-    """A task of a worker that has not completed."""
+    """A worker's task that has not completed."""
 
     num_rows: int
     arrays: Sequence[Array]
@@ -168,8 +168,10 @@ class _OpenTask(NamedTuple):
 
 
 HaloMessage: TypeAlias = tuple[int, list[Array]]
-"""A peer and its arrays: (r,) int32 positions in the list of halo nodes, and for each slot (r, width) rows.
-Both graph servers have the list in the same order."""
+"""A peer and its arrays: (r,) int32 positions in the list of halo nodes, and (r, width) rows per slot.
+
+Both graph servers have the list in the same order.
+"""
 
 
 class Parameters(Protocol):
@@ -181,13 +183,13 @@ class Parameters(Protocol):
 
 @final
 class GraphServer:
-    """Executes the tasks of intervals, in order within an interval and concurrently across intervals.
+    """Executes tasks in order within an interval, and concurrently across intervals.
 
     Only :meth:`compute` blocks, while it waits for ``parameters``.
 
     Args:
-        run: Number of the run in its session, a part of task keys. Workers of other runs are rejected.
-        seed: Seed of dropout.
+        run: Run number within its session, which task keys contain. Workers from other runs are rejected.
+        seed: Random seed for dropout.
     """
 
     def __init__(
@@ -207,21 +209,26 @@ class GraphServer:
         self.seed = seed
         self._parameters = parameters
         self.schedule = epoch_schedule(program)
-        """The tasks of each epoch."""
+        """The tasks in each epoch."""
         self._rows = dict(part.inputs)
-        """The latest rows by slot. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot
-        of edges has (E, width). A row of an own node or edge is written only by its interval."""
+        """The latest rows by slot.
+
+        A node slot has (n, width), or (n + m, width) with halo rows. An edge slot has (E, width). Each row
+        for an own node or edge is written by its own interval only.
+        """
 
         # The rows have no lock, because barriers separate readers and writers in synchronous epochs. In
-        # asynchronous epochs a row may be read while it is written. Then its columns are of two epochs, both
-        # within the bound.
+        # asynchronous epochs a row may be read while it is written. Then its columns come from two epochs,
+        # both within the bound.
         self._best_edges: dict[int, Array] = {}
-        """(n, width) int64 edges from which each Gather of a maximum or minimum took its values."""
+        """(n, width) int64 edges from which each Gather with a maximum or minimum took its values."""
         self._published: dict[tuple[str, int, int], Array] = {}
-        """Gradients that nodes in a slot get over their out-edges, by slot, step and input: (n, width) of the
-        results of a Gather, or (E, width) of an Apply on edges."""
+        """Gradients that nodes in a slot get over their out-edges, by slot, step and input.
+
+        They are (n, width) for a Gather's results, or (E, width) for an Apply on edges.
+        """
         self._received: dict[tuple[str, int], Array] = {}
-        """The last gradients of boundary rows by slot and sending peer: (b, width)."""
+        """The last gradients for boundary rows, by slot and sending peer: (b, width)."""
         self._allocate()
 
         intervals = range(part.num_intervals)
@@ -236,15 +243,15 @@ class GraphServer:
             for task in self.schedule
             if task.kind in (TaskKind.WORK, TaskKind.APPLY)
         }
-        """Tensor tasks by step and direction, in the order of an epoch."""
+        """Tensor tasks by step and direction, in epoch order."""
         self._order = {step_and_direction: index for index, step_and_direction in enumerate(self.works)}
         self._open_tasks: dict[TaskKey, _OpenTask] = {}
         self._completed: dict[int, tuple[int, int]] = {}
-        """Epoch and ``_order`` of the last completed task of a worker, by interval."""
+        """Epoch and ``_order`` for the worker task that completed last, by interval."""
         self._compute_constants()
 
     def _allocate(self) -> None:
-        """Allocate rows, published gradients and received gradients of all steps."""
+        """Allocate rows, published gradients and received gradients for all steps."""
         graph = self.part.graph
         for index, step in enumerate(self.program.steps):
             for slot in outputs_of(step):
@@ -285,7 +292,7 @@ class GraphServer:
     def _compute_rows(
         self, step: Apply, work: TaskComputation, selection: slice, keys: RowKeys | None
     ) -> None:
-        """Compute and store the rows ``selection`` of a step without weights."""
+        """Compute and store the rows ``selection`` in a step without weights."""
         own_nodes = slice(0, self.part.graph.num_own)
         inputs = [self._read_rows(item.slot, item.end, own_nodes, selection) for item in step.inputs]
         result = work.half([], inputs, selection.stop - selection.start, keys)
@@ -293,7 +300,7 @@ class GraphServer:
             self._rows[slot.name][selection] = rows
 
     def _make_zeros(self, length: int, slot: str) -> Array:
-        # Memory of torch is aligned, so that tasks of this process need not copy rows.
+        # Torch's memory is aligned, so that tasks in this process need not copy rows.
         shape = (length, self.program.slots[slot].width)
         rows: Array = torch.zeros(shape, dtype=DTYPES[self.program.dtype_of(slot)]).numpy()
         return rows
@@ -311,7 +318,7 @@ class GraphServer:
         return self.part.edges_of(interval) if runs_on_edges else self.part.nodes_of(interval)
 
     def first_id(self, step: int) -> int:
-        """Return the global id of the first own row of ``step``."""
+        """Return the global id of the first own row in ``step``."""
         graph = self.part.graph
         return graph.first_edge if self._runs_on_edges(step) else int(graph.starts[graph.rank])
 
@@ -383,7 +390,7 @@ class GraphServer:
         num_intervals = self.part.num_intervals
         first = graph.num_halo * interval // num_intervals
         end = graph.num_halo * (interval + 1) // num_intervals
-        # The rows of halo nodes come after those of own nodes.
+        # Halo rows come after own rows.
         selection = slice(graph.num_own + first, graph.num_own + end)
         keys = self._make_keys(epoch, graph.halo[first:end])
         self._compute_rows(step, work, selection, keys)
@@ -392,7 +399,7 @@ class GraphServer:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        """Let workers pull the inputs of ``task``."""
+        """Let workers pull the inputs for ``task``."""
         arrays = self._take_inputs(interval, task)
         selection = self.rows_of(interval, task.step)
         open_task = _OpenTask(selection.stop - selection.start, arrays, {})
@@ -406,7 +413,7 @@ class GraphServer:
             return sorted(self._open_tasks)
 
     def pull(self, key: TaskKey, half: int) -> list[Array]:
-        """Return the arrays of half 0 or 1 of a task, TASK_OVER if it is done, or [] before it is open."""
+        """Return the arrays for half 0 or 1 of a task, TASK_OVER if it is done, or [] before it is open."""
         self._find_work(key)
         with self._lock:
             task = self._open_tasks.get(key)
@@ -444,7 +451,7 @@ class GraphServer:
         return SubmitResult.LAST
 
     def _find_work(self, key: TaskKey) -> TaskComputation:
-        """Return the computation of ``key``. Raises ConfigError if workers have no such task here."""
+        """Return the computation for ``key``. Raises ConfigError if workers have no such task here."""
         key.check_run(self.run)
         first = self.part.first_interval
         end = self.part.first_interval + self.part.num_intervals
@@ -461,14 +468,14 @@ class GraphServer:
         raise ConfigError(f"task {key}: no worker does step {key.step} in this direction here")
 
     def _is_complete(self, key: TaskKey) -> bool:
-        # The tasks of an interval complete in order, so all tasks up to the last completed one are over.
+        # An interval's tasks complete in order, so all tasks up to the last completed one are over.
         last_completed = self._completed.get(key.interval)
         if last_completed is None:
             return False
         return (key.epoch, self._order[key.step, key.direction]) <= last_completed
 
     def halo_messages(self, interval: int, task: ScheduledTask) -> list[HaloMessage]:
-        """Return the messages of a SCATTER or SEND_BACK task, one per graph server that needs rows."""
+        """Return the messages for a SCATTER or SEND_BACK task, one per graph server that needs rows."""
         step = self.program.steps[task.step]
         assert isinstance(step, Scatter)
         if task.kind is TaskKind.SEND_BACK:
@@ -509,7 +516,7 @@ class GraphServer:
     def _check_message(
         self, peer: int, step: Scatter, slots: Sequence[str], arrays: Sequence[Array], num_nodes: int
     ) -> None:
-        """Raise ConfigError if ``arrays`` are not positions below ``num_nodes`` and rows of ``slots``."""
+        """Raise ConfigError if ``arrays`` are not positions below ``num_nodes`` and rows for ``slots``."""
         positions = arrays[0] if arrays else np.empty(0)
         expected: list[tuple[tuple[int, ...], str]] = [((positions.size,), "int32")]
         for name in slots:
@@ -518,7 +525,7 @@ class GraphServer:
 
         actual = [(array.shape, array.dtype.name) for array in arrays]
         is_valid = actual == expected
-        # The range of positions can be tested only if the arrays have the right shapes.
+        # Positions can only be compared with their bound if the arrays have the right shapes.
         if is_valid and positions.size:
             is_valid = 0 <= positions.min() <= positions.max() < num_nodes
         if not is_valid:
@@ -530,24 +537,25 @@ class GraphServer:
     def statistics(self, epoch: int) -> tuple[float, int]:
         """Remove the statistics for ``epoch``.
 
-        Return the summed losses and the number of correct own nodes.
+        Returns:
+            The summed losses, and how many own nodes are predicted correctly.
         """
         with self._lock:
             by_interval = self._statistics.pop(epoch, {})
-        # The order of the intervals decides the bits of the sum.
+        # The interval order decides the sum's bits.
         total = sum((by_interval[interval] for interval in sorted(by_interval)), np.zeros(2))
         return float(total[0]), int(total[1])
 
     def correct(self, epoch: int) -> int:
-        """Return the number of correct own nodes of ``epoch`` so far."""
+        """Count the own nodes that are predicted correctly in ``epoch`` so far."""
         with self._lock:
             by_interval = self._statistics.get(epoch, {})
             return int(sum(num_correct for _, num_correct in by_interval.values()))
 
-    # Rows and gradients of an interval.
+    # Rows and gradients in an interval.
 
     def _take_inputs(self, interval: int, task: ScheduledTask) -> list[Array]:
-        """Return the arrays that a tensor task reads, in the order of its items.
+        """Return the arrays that a tensor task reads, in item order.
 
         Each gradient is returned once: reading it removes it from this graph server.
         """
@@ -569,7 +577,7 @@ class GraphServer:
     def _read_sources(
         self, interval: int, task: ScheduledTask, item: Item, nodes: slice, selection: slice
     ) -> Array:
-        """Return the rows of the sources of the edges ``selection``, the same in forward and backward.
+        """Return source rows for the edges ``selection``, the same in forward and backward.
 
         Halo rows may change in between. So forward keeps the rows, and backward takes them.
         """
@@ -606,7 +614,7 @@ class GraphServer:
         trained_inputs = [
             position for position, item in enumerate(step.inputs) if item.slot in self.program.trained_slots
         ]
-        # Gradients come in the order of these inputs, and a slot may be more than one input.
+        # Gradients come in the same order as these inputs, and a slot may be more than one input.
         input_positions = iter(trained_inputs)
         for item, array in zip(items, arrays, strict=True):
             if item.role is Role.OUTPUT:
@@ -624,14 +632,14 @@ class GraphServer:
                     self._add_gradient(interval, item.slot, array)
 
     def _sum_edges(self, interval: int, rows: Array) -> Array:
-        """Sum the (edges, width) ``rows`` of an interval over the in-edges of each node."""
+        """Sum an interval's (edges, width) ``rows`` over each node's in-edges."""
         nodes = self.part.nodes_of(interval)
         sums = np.zeros((nodes.stop - nodes.start, rows.shape[1]), rows.dtype)
         gather(self.part.graph.indptr, None, None, rows, nodes.start, sums)
         return sums
 
     def _take_gradient(self, interval: int, slot: str, selection: slice) -> Array:
-        """Return and remove the gradient of ``slot``. It is zero if no later step reads the slot."""
+        """Return and remove the gradient for ``slot``. It is zero if no later step reads the slot."""
         gradient = self._gradients[interval].pop(slot, None)
         if gradient is None:
             gradient = self._make_zeros(selection.stop - selection.start, slot)
@@ -642,14 +650,14 @@ class GraphServer:
         gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient
 
     def _gather(self, interval: int, index: int, step: Gather) -> None:
-        """Reduce the rows of sources or edges for the nodes of ``interval``."""
+        """Reduce source rows or edge rows for the nodes in ``interval``."""
         graph = self.part.graph
         nodes = self.part.nodes_of(interval)
         sources: Array | None = graph.sources
         if step.source is not None:
             rows = self._rows[step.source]
         else:
-            # Without sources, the kernels read the rows of the edges themselves.
+            # Without sources, the kernels read the edges' own rows.
             assert step.edges is not None
             rows = self._rows[step.edges][self.part.edges_of(interval)]
             sources = None
@@ -672,7 +680,7 @@ class GraphServer:
         gradients = self._take_gradient(interval, step.output.name, nodes)
         trained_slots = self.program.trained_slots
         if step.source is not None and step.source in trained_slots:
-            # Nodes of all intervals read these gradients over their out-edges.
+            # Nodes in all intervals read these gradients over their out-edges.
             self._published[step.source, index, 0][nodes] = gradients
         if step.edges is None or step.edges not in trained_slots:
             return
@@ -693,9 +701,7 @@ class GraphServer:
         self._add_gradient(interval, step.edges, edge_gradients)
 
     def _collect(self, interval: int, step: Scatter) -> None:
-        """Add the gradients that arrive over out-edges, from own nodes and from peers, to those for
-        ``interval``.
-        """
+        """Add gradients that arrive over out-edges, from own nodes and peers, to those for ``interval``."""
         nodes = self.part.nodes_of(interval)
         own_ids = np.arange(nodes.start, nodes.stop, dtype=np.int32)
         for name in self._list_trained_slots(step):
@@ -715,7 +721,7 @@ class GraphServer:
                 yield peer, selection, nodes[selection]
 
     def _list_halo_gradients(self, interval: int, step: Scatter) -> Iterator[HaloMessage]:
-        """Yield the gradients of the halo nodes that ``interval`` returns to their owners."""
+        """Yield the gradients for halo nodes that ``interval`` returns to their owners."""
         graph = self.part.graph
         for peer in range(graph.num_servers):
             positions = self.part.returned_positions[peer][interval]
@@ -731,7 +737,7 @@ class GraphServer:
             yield peer, [positions, *gradients]
 
     def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:
-        """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
+        """Add the gradients that the (k,) ``nodes`` get for ``slot`` over out-edges to ``out`` (k, width)."""
         graph = self.part.graph
         out_indptr, out_edges = graph.out_indptr, graph.out_edges
         for (published_slot, index, _), gradients in self._published.items():

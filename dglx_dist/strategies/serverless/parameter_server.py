@@ -20,14 +20,14 @@ from dglx_dist.strategies.serverless.program import Program
 def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
     """Assign each interval to the least loaded server, largest intervals first (Dorylus, section 5.1).
 
-    The result depends only on the arguments, so the order of the sum of gradients never depends on timing.
-    Every server gets an interval. Raises ConfigError if there are more servers than intervals.
+    The result depends only on the arguments, so the order in which gradients are summed never depends on
+    timing. Every server gets an interval. Raises ConfigError if there are more servers than intervals.
 
     Args:
-        sizes: (K,) number of rows of each interval, possibly 0.
+        sizes: (K,) row counts by interval, possibly 0.
 
     Returns:
-        (K,) int64 server of each interval.
+        (K,) int64 server for each interval.
     """
     if not 1 <= num_servers <= len(sizes):
         raise ConfigError(
@@ -39,7 +39,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
     server_of_interval = np.zeros(len(sizes), dtype=np.int64)
     for interval in sorted(range(len(sizes)), key=lambda interval: (-int(sizes[interval]), interval)):
         server = loads.index(min(loads))
-        # The 1 stands for the fixed cost of a task, and spreads empty intervals over the servers.
+        # The 1 stands for a task's fixed cost, and spreads empty intervals over the servers.
         loads[server] += int(sizes[interval]) + 1
         server_of_interval[interval] = server
     return server_of_interval
@@ -47,11 +47,11 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPlan:
-    """Weights of a program and each interval's server. All ranks have equal plans."""
+    """A program's weights and each interval's server. All ranks have equal plans."""
 
     program: Program
     server_of_interval: Array
-    """(K,) int64 server of each interval, see :func:`assign`."""
+    """(K,) int64 server for each interval, see :func:`assign`."""
     staleness: int = 0
     """The bound S. An interval may begin epoch e after e - S updates."""
     first_epoch: int = 0
@@ -59,12 +59,12 @@ class ParameterPlan:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight by name, in the order in which weights are stored, summed and sent."""
+        """Weight shapes by name, in the order in which weights are stored, summed and sent."""
         return self.program.weight_shapes
 
     @cached_property
     def steps(self) -> dict[int, list[str]]:
-        """Names of the weights of each step that has any. Steps may share a weight."""
+        """Weight names for each step that has any. Steps may share a weight."""
         return {index: list(self.program.weights_of(index)) for index in self.program.weighted_steps}
 
     @property
@@ -73,12 +73,12 @@ class ParameterPlan:
 
     @property
     def num_intervals(self) -> int:
-        """Number K of intervals of all graph servers."""
+        """K, the number of intervals on all graph servers."""
         return len(self.server_of_interval)
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of all weights, |theta|."""
+        """Number of elements in all weights, |theta|."""
         return sum(map(math.prod, self.shapes.values()))
 
     def intervals_of(self, server: int) -> list[int]:
@@ -86,7 +86,7 @@ class ParameterPlan:
         return intervals
 
     def unflatten(self, vector: Array) -> list[Array]:
-        """Split a vector of |theta| elements into one view per weight."""
+        """Split a vector with |theta| elements into one view per weight."""
         views = []
         begin = 0
         for shape in self.shapes.values():
@@ -96,7 +96,7 @@ class ParameterPlan:
         return views
 
     def check_weights(self, names: Collection[str], arrays: Sequence[Array], subject: str) -> None:
-        """Raise ConfigError if ``arrays`` do not have the shapes and dtype of the weights ``names``."""
+        """Raise ConfigError if ``arrays`` do not match the shapes and dtype of the weights ``names``."""
         if len(arrays) != len(names):
             raise ConfigError(
                 f"{subject}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})"
@@ -111,7 +111,7 @@ class ParameterPlan:
 
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _PLAIN_KERNELS = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
-"""Options of an optimizer that choose kernels of torch and change no formula."""
+"""Optimizer options that choose torch's kernels and change no formula."""
 
 
 @final
@@ -119,11 +119,11 @@ class Update:
     """A copy of the user's optimizer on the CPU, for a program's weights.
 
     Args:
-        optimizer: One of torch's SGD, Adam and AdamW.
+        optimizer: An SGD, Adam or AdamW from torch.
         parameters: The model's parameters by name.
-        names: Names of all weights, ordered like the arguments of :meth:`apply`. Weights that the
-            optimizer lacks stay unchanged.
-        clip_norm: Largest norm of the gradient of all weights together, or None for no clipping.
+        names: All weight names, ordered like the arguments to :meth:`apply`. Weights that the optimizer lacks
+            stay unchanged.
+        clip_norm: Maximum norm for all gradients together, or None for no clipping.
 
     Raises:
         ConfigError: the optimizer has another type, or parameters that are not the model's.
@@ -145,7 +145,7 @@ class Update:
         self.names = tuple(names)
         self._clip_norm = clip_norm
 
-        # The copies of weights are empty, because each call of apply() sets their values.
+        # The weight copies are empty, because each call to apply() sets their values.
         self._weights = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
         copies: dict[torch.Tensor, torch.nn.Parameter] = {}
         for name, parameter in parameters.items():
@@ -173,7 +173,7 @@ class Update:
 
     @property
     def state(self) -> dict[str, Array]:
-        """State of all weights, by "<weight>/<torch's key>"."""
+        """State for all weights, by "<weight>/<torch's key>"."""
         arrays = {}
         for name, weight in self._weights.items():
             for key, value in self._optimizer.state.get(weight, {}).items():
@@ -187,7 +187,7 @@ class Update:
         """Return the weights after one step, as new read-only arrays.
 
         Args:
-            rates: Learning rate of each group. If None, the groups keep their rates.
+            rates: One learning rate per group. If None, the groups keep their rates.
         """
         groups = self._optimizer.param_groups
         for parameter, weight, gradient in zip(self._weights.values(), weights, gradients, strict=True):
@@ -212,7 +212,7 @@ class Update:
 
 
 def _copy_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``entries`` with copies of their tensors on the CPU."""
+    """Return ``entries``, with tensors copied to the CPU."""
     copies = dict(entries)
     for key, value in entries.items():
         if isinstance(value, torch.Tensor):
@@ -222,9 +222,9 @@ def _copy_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 @final
 class _StepSum:
-    """Sum of the gradients of one step. Gradients are added in the order of the intervals.
+    """Sums one step's gradients, in interval order.
 
-    Gradients that arrive before those of an earlier interval are kept until then.
+    A gradient that arrives before an earlier interval's gradient is kept until then.
     """
 
     def __init__(self, intervals: Sequence[int]) -> None:
@@ -250,15 +250,15 @@ class _StepSum:
 
 @final
 class ParameterServer:
-    """Stores the latest weights and the stashes of its intervals (Dorylus, section 5.1). Thread-safe.
+    """Stores the latest weights and its intervals' stashes (Dorylus, section 5.1). Thread-safe.
 
-    Every server has all weights and makes every update. An update uses the sums of all servers, added in the
-    servers' order, so the weights are bit-identical on all servers. Arrays of callers are kept, not copied.
+    Every server has all weights and makes every update. An update uses the sums from all servers, added in
+    server order, so the weights are bit-identical on all servers. Callers' arrays are kept, not copied.
 
-    Version v of the weights is the result of v updates. An interval keeps the version of its newest epoch
-    until it begins the next one, because the replacement of a worker that died after its last gradient asks
-    for these weights again. With staleness S an interval begins epoch e with version e - S or later, and an
-    update needs all intervals to have begun its epoch, so at most S + 2 versions are stored.
+    Version v has the weights after v updates. An interval keeps its newest epoch's version until it begins
+    the next epoch. If a worker dies after its last gradient, its replacement asks for these weights again.
+    With staleness S an interval begins epoch e with version e - S or later, and an update needs all intervals
+    to have begun its epoch, so at most S + 2 versions are stored.
     """
 
     def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
@@ -266,26 +266,26 @@ class ParameterServer:
         self.plan = plan
         self.index = index
         self.updates = plan.first_epoch
-        """Number of updates, which is the latest version and the next epoch to be summed."""
+        """Number of updates so far. It is also the latest version and the next epoch to be summed."""
         self._update = update
         self._lock = threading.Lock()
         self.rates: dict[int, Sequence[float]] = {}
-        """Learning rates of the groups by epoch, for epochs with other rates than the update."""
+        """Learning rates for the groups by epoch, for epochs whose rates differ from the update's."""
         self._versions = {self.updates: tuple(weights)}
         self._stash_of: dict[int, tuple[int, int]] = {}
-        """Epoch and version of each interval."""
+        """Epoch and version that each interval uses."""
         self._intervals = plan.intervals_of(index)
         self._position = {name: index for index, name in enumerate(plan.shapes)}
         self._sums: dict[int, dict[int, _StepSum]] = {}
-        """Sums of this server's intervals, by epoch and step."""
+        """Sums over this server's intervals, by epoch and step."""
         self._received: dict[int, dict[int, Array]] = {}
         """Complete sums by epoch and server."""
         self._digests: dict[tuple[int, int, int], bytes] = {}
-        """Digests of gradients by epoch, interval and step, from the last updated epoch on."""
+        """Gradient digests by epoch, interval and step, from the last updated epoch on."""
 
     @property
     def state(self) -> dict[str, Array]:
-        """State of the update by "<weight>/<key>". Read it only while nothing is in flight."""
+        """The update's state by "<weight>/<key>". Read it only while nothing is in flight."""
         return self._update.state
 
     def latest(self) -> tuple[Array, ...]:
@@ -294,7 +294,7 @@ class ParameterServer:
             return self._versions[self.updates]
 
     def weights(self, interval: int, epoch: int, step: int) -> list[Array]:
-        """Return the weights of ``step``. An interval's first call in an epoch stashes the latest version.
+        """Return the weights for ``step``. An interval's first call in an epoch stashes the latest version.
 
         Raises ConfigError if the interval may not be in this epoch, or has begun a later one.
         """
@@ -314,9 +314,9 @@ class ParameterServer:
         return [weights[self._position[name]] for name in self.plan.steps[step]]
 
     def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
-        """Add the gradients of the weights of ``step``. Return False for duplicates, which are dropped.
+        """Add the gradients for the weights in ``step``. Return False for duplicates, which are dropped.
 
-        Raises ConfigError if the gradients do not fit, or differ from those of an earlier attempt.
+        Raises ConfigError if the gradients do not fit, or differ from what an earlier attempt sent.
         """
         subject = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
@@ -329,7 +329,7 @@ class ParameterServer:
                 raise ConfigError(
                     f"{subject} came twice with different bits: workers compute with different kernels"
                 )
-            # Digests are kept for few epochs, but the sums of all updated epochs are complete.
+            # Digests are kept for few epochs, but sums are complete for all updated epochs.
             if key in self._digests or epoch < self.updates:
                 return False
 
@@ -340,7 +340,7 @@ class ParameterServer:
         return True
 
     def own_sums(self) -> tuple[int, Array] | None:
-        """Return the epoch and the (|theta|,) sums of the next update, or None if gradients are missing."""
+        """Return the next update's epoch and (|theta|,) sums, or None if gradients are missing."""
         with self._lock:
             epoch = self.updates
             sums = self._sums.get(epoch)
@@ -352,7 +352,7 @@ class ParameterServer:
             return epoch, received[self.index]
 
     def _join_sums(self, sums: Mapping[int, _StepSum]) -> Array:
-        """Return the sums of all weights. A weight of several steps gets the sum of their gradients."""
+        """Return the sums for all weights. If several steps use a weight, their gradients are added."""
         totals: dict[str, Array] = {}
         for step, step_sum in sums.items():
             for name, total in zip(self.plan.steps[step], step_sum.total, strict=True):
@@ -360,7 +360,7 @@ class ParameterServer:
         return np.concatenate([totals[name].reshape(-1) for name in self.plan.shapes])
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
-        """Store the sums of another server. Ignore sums that arrive again or for an updated epoch.
+        """Store another server's sums. Ignore sums that arrive again or for an updated epoch.
 
         Raises ConfigError if no server sends such sums now.
         """
@@ -388,7 +388,7 @@ class ParameterServer:
             return [server for server in range(self.plan.num_servers) if server not in received]
 
     def advance(self) -> int | None:
-        """Make the next update and return the number of updates, or None if sums are missing.
+        """Make the next update and return the update count, or None if sums are missing.
 
         Only one thread may call this. Other threads may pull and push meanwhile.
         """
@@ -401,7 +401,7 @@ class ParameterServer:
             weights = self._versions[epoch]
             received = self._received[epoch]
 
-        # The sums are added in the order of the servers, which gives equal bits on all servers.
+        # The sums are added in server order, which gives equal bits on all servers.
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):
             total += received[server]
@@ -416,7 +416,7 @@ class ParameterServer:
             return self.updates
 
     def missing(self) -> str:
-        """Describe the missing gradients of this server for the next update. Return "" if there are none."""
+        """Describe which gradients this server lacks for the next update. Return "" if there are none."""
         with self._lock:
             epoch = self.updates
             sums = self._sums.get(epoch) or self._make_sums()

@@ -1,4 +1,4 @@
-"""RPC service and client of parameter servers: weights, gradients, sums between servers, update notices."""
+"""RPC service and client for parameter servers: weights, gradients, sums between servers, update notices."""
 
 import json
 import logging
@@ -22,14 +22,15 @@ from dglx_dist.strategies.serverless.program import DTYPES
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.worker import GRADIENTS, WEIGHTS
 
-# Variants of WEIGHTS and GRADIENTS for ranks that run a task themselves. The caller counts the bytes.
+# Variants that ranks use in place of WEIGHTS and GRADIENTS when they run a task themselves. The caller counts
+# the bytes.
 WEIGHTS_FOR_RANK = "lambda.weights_for_rank"
 GRADIENTS_OF_RANK = "lambda.gradients_of_rank"
 SUMS = "lambda.sums"
-"""Operation of servers with the name "epoch/server" and one vector of |theta| elements."""
+"""Operation between servers, with the name "epoch/server" and one vector that has |theta| elements."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
 """Notices to graph servers. Their names are "updates/server" and the reason."""
-# Ranks ask for the missing inputs of the next update, the latest weights, and the update's state.
+# Ranks ask which inputs the next update lacks, and for the latest weights and the update's state.
 MISSING = "lambda.missing"
 LATEST = "lambda.latest"
 STATE = "lambda.state"
@@ -50,12 +51,12 @@ _MAX_REASON = 1000
 
 
 def pair_name(number: int, server: int) -> str:
-    """Return a number's name, such as an epoch, and the server that sends it."""
+    """Return a name that combines a number, such as an epoch, with the server that sends it."""
     return f"{number}/{server}"
 
 
 def parse_pair(name: str) -> tuple[int, int]:
-    """Return number and server of a :func:`pair_name`. Raises ConfigError if ``name`` is invalid."""
+    """Return the number and server in a :func:`pair_name`. Raises ConfigError if ``name`` is invalid."""
     match = _PAIR.fullmatch(name)
     if match is None:
         raise ConfigError(f"{name[:80]!r} names no number and server; write it like 3/1")
@@ -63,7 +64,7 @@ def parse_pair(name: str) -> tuple[int, int]:
 
 
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
-    """Return a JSON table of path, dtype and shape, and all values in one buffer, both as uint8."""
+    """Return a JSON table with path, dtype and shape, and all values in one buffer, both as uint8."""
     table = [[path, value.dtype.name, list(value.shape)] for path, value in state.items()]
     table_bytes = json.dumps(table).encode()
     value_bytes = b"".join(np.ascontiguousarray(value).tobytes() for value in state.values())
@@ -71,9 +72,9 @@ def pack_state(state: Mapping[str, Array]) -> list[Array]:
 
 
 def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Array]:
-    """Return new arrays from the result of :func:`pack_state`.
+    """Return new arrays from what :func:`pack_state` returned.
 
-    Raises ConfigError if the arrays do not fit the weights of ``plan``.
+    Raises ConfigError if the arrays do not fit the weights in ``plan``.
     """
     state: dict[str, Array] = {}
     begin = 0
@@ -81,7 +82,7 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
         table_bytes, value_bytes = (array.tobytes() for array in packed)
         for path, dtype, shape in json.loads(table_bytes):
             name, _, _ = path.rpartition("/")
-            # A state has one number or one value for each element of its weight.
+            # A state has one number, or one value for each element in its weight.
             fits = name in plan.shapes and tuple(shape) in ((), plan.shapes[name])
             if not fits or dtype not in DTYPES:
                 raise ValueError(f"{path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here")
@@ -97,11 +98,11 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
 
 
 def count_parameter_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    """Return the bytes of all weights and of Adam's state, as parameter servers send them to a client.
+    """Count the bytes that parameter servers send to a client for all weights and Adam's state.
 
-    ``shapes`` are those of the weights by name.
+    ``shapes`` has the weight shapes by name.
     """
-    # Pack arrays of the same shapes, because the header of the packed state depends on their names.
+    # Pack arrays with the same shapes, because the packed state's header depends on their names.
     weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
     state = {}
     for name, weight in weights.items():
@@ -120,11 +121,11 @@ def describe(server: int) -> str:
 class ParameterService:
     """Serves ``server`` until :meth:`close`. A thread makes the updates.
 
-    Put a barrier between the creation of all services and clients and the first call, and between the last
+    Put a barrier between creating all services and clients and the first call, and another between the last
     call and :meth:`close`. Parameter server r is rank r.
 
     Args:
-        run: Number of the run in its session. Tasks of other runs are rejected.
+        run: Run number within its session. Tasks from other runs are rejected.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class ParameterService:
             self._rpc.unregister(op)
 
     def _run(self) -> None:
-        """Make an update whenever this server's sums are complete. The thread of the service runs this."""
+        """Make an update whenever this server's sums are complete. The service's thread runs this."""
         try:
             while not self._is_closing.is_set():
                 self._has_input.wait()
@@ -188,7 +189,7 @@ class ParameterService:
             self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
-        """Exchange the sums of ``epoch`` with the other servers, update the weights, and tell all ranks."""
+        """Exchange the sums for ``epoch`` with the other servers, update the weights, and tell all ranks."""
         index = self.server.index
         other_servers = {*range(self.server.plan.num_servers)} - {index}
         self._rpc.call_all(other_servers, SUMS, pair_name(epoch, index), [sums], phase=BETWEEN)
@@ -200,7 +201,7 @@ class ParameterService:
             self._rpc.call_all(self._ranks, UPDATED, pair_name(updates, index), [], phase=CONTROL)
 
     def _wait_for_sums(self, epoch: int) -> None:
-        """Wait for the sums of all servers. Raises PeerError if a server is dead or too late."""
+        """Wait for sums from all servers. Raises PeerError if a server is dead or too late."""
         deadline = time.monotonic() + self._timeout_s
         while not self._is_closing.is_set():
             missing_servers = self.server.servers_missing()
@@ -224,7 +225,7 @@ class ParameterService:
         self._rpc.ask(self._ranks, STOPPED, self._failure, [], _NOTIFY_TIMEOUT_S, phase=CONTROL)
 
     def _parse_key(self, name: str) -> TaskKey:
-        """Return the key of a task of this run. Raises PeerError after a failed update."""
+        """Return the key of a task in this run. Raises PeerError after a failed update."""
         self.raise_if_stopped()
         key = TaskKey.parse(name)
         key.check_run(self._run_number)
@@ -271,7 +272,7 @@ class ParameterService:
 
 
 def raise_for_silent(rpc: Rpc, servers: Sequence[int], activity: str) -> None:
-    """Raise PeerError that names all of ``servers`` that do not answer a probe within seconds."""
+    """Raise PeerError if any of ``servers`` does not answer a probe within seconds. It names them all."""
     silent_servers = rpc.find_silent([server for server in servers if server != rpc.rank], _PROBE_TIMEOUT_S)
     if silent_servers:
         # Ranks that ended because a rank died are silent, too. The first cause is among them.
@@ -280,7 +281,7 @@ def raise_for_silent(rpc: Rpc, servers: Sequence[int], activity: str) -> None:
 
 
 def what_misses(rpc: Rpc, servers: Sequence[int]) -> str:
-    """Return a text that says what the next update of each of ``servers`` waits for."""
+    """Describe what the next update on each of ``servers`` waits for."""
     states = []
     for server in servers:
         try:
@@ -297,8 +298,8 @@ class ParameterClient:
     """A rank's connection to all parameter servers. Receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        on_update: Called with the number of updates that every server has made, when the number grows, and
-            once when a server stops. May be called on any thread, and must return quickly.
+        on_update: Called with the number of updates that every server has made, each time it grows and once
+            when a server stops. May be called on any thread, and must return quickly.
     """
 
     def __init__(self, rpc: Rpc, plan: ParameterPlan, on_update: Callable[[int], None]) -> None:
@@ -320,7 +321,7 @@ class ParameterClient:
         return int(self._plan.server_of_interval[interval])
 
     def weights(self, key: TaskKey) -> list[Array]:
-        """Fetch the weights of a task that this rank runs itself. Raises PeerError or RemoteError."""
+        """Fetch the weights for a task that this rank runs itself. Raises PeerError or RemoteError."""
         rank = self.server_of(key.interval)
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 

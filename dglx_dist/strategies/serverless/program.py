@@ -14,9 +14,9 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.serverless.tensor_program import MAX_ARRAYS, Shape, TensorProgram
 
 FEATURES = "x"
-"""Slot of the features."""
+"""Slot for the features."""
 EDGE_DATA = "edge:"
-"""Prefix for the names of slots with edge data."""
+"""Prefix for slot names with edge data."""
 MAX_STEPS = 512
 MAX_TRAIN = 1 << 40
 MAX_PROGRAM_BYTES = 1 << 24
@@ -28,10 +28,10 @@ _VERSION = 2
 Per: TypeAlias = Literal["node", "edge"]
 """Whether a row belongs to a node or to an in-edge."""
 End: TypeAlias = Literal["row", "source", "target"]
-"""Row that a step on edges reads: the edge's row, of its source, or of its target."""
+"""Row that an edge step reads: the edge's own row, its source's, or its target's."""
 How: TypeAlias = Literal["sum", "max", "min"]
 Place: TypeAlias = Literal["worker", "server", "once"]
-"""Place of a tensor step: workers, the graph server, or the graph server once, before the first epoch."""
+"""Place for a tensor step: workers, the graph server, or the graph server once, before the first epoch."""
 
 
 @final
@@ -41,7 +41,7 @@ class Slot:
 
     name: _Name
     shape: Shape
-    """Shape of one row. () is one number."""
+    """Shape of one row. () means one number."""
     per: Per
     dtype: Literal["", "int64"] = ""
     """The default is the program's dtype."""
@@ -55,14 +55,17 @@ class Slot:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """Reduce the rows of sources or of in-edges to one row for each node (GA), on the graph server."""
+    """Reduce source rows or in-edge rows to one row for each node (GA), on the graph server."""
 
     name: _Name
     source: _Name | None
-    """Slot of nodes, read at each edge's source. If None, the edges' rows are reduced."""
+    """Node slot, read at each edge's source. If None, the edges' rows are reduced."""
     edges: _Name | None
-    """Slot of edges. With a ``source``, it has one factor for each head, a run of columns, and None means
-    that all factors are 1."""
+    """Edge slot.
+
+    With a ``source``, it has one factor for each head, a run of columns, and None means that all factors are
+    1.
+    """
     how: How
     output: Slot
 
@@ -74,7 +77,7 @@ class Softmax:
 
     name: _Name
     source: _Name
-    """Slot of edges."""
+    """Edge slot."""
     output: Slot
 
 
@@ -90,7 +93,7 @@ class Scatter:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One input of a tensor step."""
+    """One input to a tensor step."""
 
     slot: _Name
     end: End = "row"
@@ -99,7 +102,7 @@ class Input:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Apply:
-    """Run a tensor program on rows of nodes (AV) or of edges (AE)."""
+    """Run a tensor program on node rows (AV) or edge rows (AE)."""
 
     name: _Name
     per: Per
@@ -107,7 +110,7 @@ class Apply:
     inputs: Annotated[tuple[Input, ...], Within(0, MAX_ARRAYS)]
     outputs: Annotated[tuple[Slot, ...], Within(0, MAX_ARRAYS)]
     weights: _Names
-    """The user's names (state_dict)."""
+    """Names in the user's state_dict."""
     body: TensorProgram
 
 
@@ -132,7 +135,7 @@ def outputs_of(step: ProgramStep) -> tuple[Slot, ...]:
 
 
 def sources_of(step: ProgramStep) -> Iterator[str]:
-    """Yield the slots that ``step`` reads at the sources of edges. These slots need halo rows."""
+    """Yield the slots that ``step`` reads at edge sources. These slots need halo rows."""
     if isinstance(step, Gather) and step.source is not None:
         yield step.source
     elif isinstance(step, Apply):
@@ -155,7 +158,7 @@ def covers_halo(step: ProgramStep, with_halo: Collection[str], trained: Collecti
     """Return True if graph servers compute ``step`` for halo nodes, too, so that no server sends the rows.
 
     Args:
-        with_halo: Slots with known rows of halo nodes.
+        with_halo: Slots with known halo rows.
         trained: Slots that depend on a weight.
     """
     if not isinstance(step, Apply) or step.per != "node" or step.place == "worker" or step.weights:
@@ -177,23 +180,23 @@ def _read_step(fields: Fields) -> ProgramStep:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Steps of the forward pass of one epoch. The backward pass runs them in reverse.
+    """Steps that one epoch's forward pass runs. The backward pass runs them in reverse.
 
     Raises ConfigError if a step reads a slot that no step before it makes. The message names the step.
     """
 
     inputs: tuple[Slot, ...]
-    """Slots that never change: the features ``x``, degrees, and data of edges."""
+    """Slots that never change: the features ``x``, degrees, and edge data."""
     steps: tuple[ProgramStep, ...]
     """The last step is an Apply on workers with one output, the scores."""
     loss: TensorProgram
-    """Maps the scores and labels of n nodes to their (n,) losses."""
+    """Maps scores and labels for n nodes to their (n,) losses."""
     label: Slot
     """Classes or numbers. Classes are int64 and travel as int32. A node without a label has -1 or NaN."""
     num_train: int = 1
-    """M, the number of training nodes on all graph servers, by which the sum of losses is divided."""
+    """M, the number of training nodes on all graph servers. The summed loss is divided by M."""
     dtype: str = "float32"
-    """Type of rows and weights: float32 or float64."""
+    """Dtype of rows and weights: float32 or float64."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES or not 1 <= self.num_train <= MAX_TRAIN:
@@ -220,9 +223,9 @@ class Program:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Program:
-        """Read the result of :meth:`to_json`, at most 16 MiB. Nothing that it names is imported.
+        """Read what :meth:`to_json` returned, at most 16 MiB. Nothing that it names is imported.
 
-        Raises ConfigError if it is not a valid program of this version.
+        Raises ConfigError if it is not a valid program for this version.
         """
         fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
         fields.integer("version", _VERSION, _VERSION)
@@ -234,7 +237,7 @@ class Program:
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
-        """All slots by name: the inputs, then the outputs of the steps in order."""
+        """All slots by name: the inputs, then the steps' outputs in order."""
         outputs = [slot for step in self.steps for slot in outputs_of(step)]
         return {slot.name: slot for slot in (*self.inputs, *outputs)}
 
@@ -243,12 +246,12 @@ class Program:
 
     @property
     def features(self) -> int:
-        """Number of columns of the features."""
+        """Number of feature columns."""
         return self.slots[FEATURES].width
 
     @property
     def last(self) -> int:
-        """Index of the last step, which may run fused with its backward pass."""
+        """Index of the last step. It may run fused with its backward pass."""
         return len(self.steps) - 1
 
     @property
@@ -257,19 +260,19 @@ class Program:
 
     @cached_property
     def weighted_steps(self) -> tuple[int, ...]:
-        """Indices of the steps that have weights."""
+        """Indices for the steps that have weights."""
         return tuple(index for index in range(len(self.steps)) if self.weights_of(index))
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight by the user's name, in the order of the steps."""
+        """Weight shapes by the user's names, in step order."""
         shapes: dict[str, tuple[int, ...]] = {}
         for index in self.weighted_steps:
             shapes.update(self.weights_of(index))
         return shapes
 
     def weights_of(self, index: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight of step ``index`` by the user's name."""
+        """Return the weight shapes in step ``index`` by the user's names."""
         step = self.steps[index]
         if not isinstance(step, Apply):
             return {}
@@ -282,7 +285,7 @@ class Program:
 
     @cached_property
     def slots_with_halo(self) -> frozenset[str]:
-        """Slots for which a graph server has the rows of halo nodes, fetched, received or computed."""
+        """Slots for which a graph server has halo rows, fetched, received or computed."""
         names = {slot.name for slot in self.inputs if slot.per == "node"}
         for step in self.steps:
             if isinstance(step, Scatter):

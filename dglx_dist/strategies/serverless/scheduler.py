@@ -1,7 +1,4 @@
-"""Schedule of one graph server (Dorylus, section 4): which interval may proceed, threads, messages, workers.
-
-The oldest work goes first. Graph servers exchange halo rows, progress and accuracy by one-sided RPC.
-"""
+"""One graph server's schedule (Dorylus, section 4): intervals, threads, messages and workers."""
 
 import os
 import threading
@@ -43,13 +40,13 @@ from dglx_dist.strategies.serverless.tasks import MAX_TIMEOUT_S, Address, Direct
 
 @final
 class IntervalProgress:
-    """Positions of the intervals of one graph server. Not thread-safe.
+    """Tracks how far one graph server's intervals are. Not thread-safe.
 
-    The position of an interval is epoch x tasks per epoch + task. ``first_epoch`` is always synchronous,
-    because no stale values exist yet.
+    An interval's position is epoch x tasks per epoch + task. ``first_epoch`` is always synchronous, because
+    no stale values exist yet.
 
-    With ``switch_at``, the correct predictions of an epoch, summed over the graph servers, set
-    :attr:`synchronous_from`, unless ``synchronous_from`` is given. When the sum of epoch e is known,
+    With ``switch_at``, an epoch's correct predictions, summed over the graph servers, set
+    :attr:`synchronous_from`, unless ``synchronous_from`` is given. When the sum for epoch e is known,
     intervals may be S epochs further. So e + S + 1 is the first epoch that no interval can have begun. That
     epoch begins after the sum is known, because graph servers would otherwise begin it in different modes.
     """
@@ -69,9 +66,9 @@ class IntervalProgress:
         self._first_epoch = first_epoch
         first_position = first_epoch * len(self._schedule)
         self.floor = first_position
-        """The least position of all intervals."""
+        """The least position among all intervals."""
         self.position = [first_position] * num_intervals
-        """Positions of the next or running task of each interval."""
+        """Position of each interval's next or running task."""
         self.running: set[int] = set()
         """Intervals with a running task."""
         self.updates = first_epoch
@@ -82,13 +79,13 @@ class IntervalProgress:
         """The epoch from which asynchronous training is synchronous, or None if none is known."""
         self._peer_positions = dict.fromkeys(peers, first_position)
         self._correct_counts: dict[int, dict[int, int]] = {}
-        """Number of correct predictions by epoch and server, from ``_undecided_epoch`` on."""
+        """Correct prediction counts by epoch and server, from ``_undecided_epoch`` on."""
         self._undecided_epoch = first_epoch
         """The first epoch for which some server's correct predictions are not known."""
 
     @property
     def is_done(self) -> bool:
-        """True if all intervals and the weights are at the end, and no count of predictions is missing."""
+        """Whether all intervals and the weights are at the end, and no prediction count is missing."""
         if self.floor < self.end * len(self._schedule) or self.updates < self.end:
             return False
         return not self._may_switch or self._undecided_epoch >= self.end
@@ -98,19 +95,19 @@ class IntervalProgress:
         return self._options.switch_at > 0 and self.synchronous_from is None
 
     def is_synchronous(self, epoch: int) -> bool:
-        """True if ``epoch`` has a barrier at every Scatter."""
+        """Return whether ``epoch`` has a barrier at every Scatter."""
         if self._options.mode != "async" or epoch <= self._first_epoch:
             return True
         return self.synchronous_from is not None and epoch >= self.synchronous_from
 
     def is_known(self, epoch: int) -> bool:
-        """True if it is known whether ``epoch`` is synchronous."""
-        # The predictions of epoch e decide on epoch e + S + 1, see the class.
+        """Return whether the mode of ``epoch``, synchronous or not, is decided."""
+        # The predictions in epoch e decide on epoch e + S + 1, see the class.
         deciding_epoch = epoch - self._options.staleness - 1
         return not self._may_switch or deciding_epoch < self._undecided_epoch
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Return the epoch and the next or running task of ``interval``."""
+        """Return the epoch and the next or running task for ``interval``."""
         epoch, index = divmod(self.position[interval], len(self._schedule))
         return epoch, self._schedule[index]
 
@@ -120,7 +117,7 @@ class IntervalProgress:
         if interval in self.running or epoch >= self.end:
             return False
 
-        # The first task of an epoch waits until the weights are new enough.
+        # An epoch's first task waits until the weights are new enough.
         is_synchronous = self.is_synchronous(epoch)
         if index == 0:
             lead = 0 if is_synchronous else self._options.staleness
@@ -129,7 +126,7 @@ class IntervalProgress:
         if not is_synchronous:
             return True
 
-        # At a barrier, or before any task of no_pipe, the other intervals must have come as far.
+        # At a barrier, or before any task in mode no_pipe, the other intervals must have come as far.
         barrier = self._schedule[index].barrier
         has_local_barrier = barrier is not Barrier.NONE or self._options.mode == "no_pipe"
         if has_local_barrier and self.floor < position:
@@ -144,7 +141,7 @@ class IntervalProgress:
         return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def waited_for(self) -> list[int]:
-        """Return the peers that all own intervals wait for, at a barrier or for counts of predictions."""
+        """Return the peers that all own intervals wait for, at a barrier or for prediction counts."""
         epoch, _ = divmod(self.floor, len(self._schedule))
         if not self.is_known(epoch):
             counting_servers = self._correct_counts.get(self._undecided_epoch, {})
@@ -152,18 +149,18 @@ class IntervalProgress:
         return self.behind(self.floor) if self._is_at_global_barrier() else []
 
     def _is_at_global_barrier(self) -> bool:
-        """True if the next task of the slowest own interval waits for all graph servers."""
+        """Return whether the slowest own interval's next task waits for all graph servers."""
         epoch, index = divmod(self.floor, len(self._schedule))
         return self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Mark the next task of ``interval`` as running. Return its epoch and the task."""
+        """Mark the next task for ``interval`` as running. Return its epoch and the task."""
         assert self.can_start(interval), f"interval {interval} cannot start"
         self.running.add(interval)
         return self.task_of(interval)
 
     def finish(self, interval: int) -> bool:
-        """Mark the task of ``interval`` as finished. Return True if the least position advanced."""
+        """Mark the task for ``interval`` as finished. Return True if the least position advanced."""
         self.running.remove(interval)
         self.position[interval] += 1
         previous_floor = self.floor
@@ -187,14 +184,14 @@ class IntervalProgress:
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
 
     def record_correct(self, server: int, epoch: int, correct: int) -> None:
-        """Record that ``server`` has ``correct`` correct predictions in ``epoch``.
+        """Record how many predictions are ``correct`` on ``server`` in ``epoch``.
 
         Servers and epochs may come in any order, but each pair only once.
         """
         num_servers = len(self._peer_positions) + 1
         self._correct_counts.setdefault(epoch, {})[server] = correct
 
-        # Decide on each epoch that all servers have counted, in the order of the epochs.
+        # Decide on each epoch that all servers have counted, in epoch order.
         while self._may_switch:
             counts = self._correct_counts.get(self._undecided_epoch, {})
             if len(counts) < num_servers:
@@ -207,9 +204,9 @@ class IntervalProgress:
 
 @final
 class WorkerPool:
-    """The workers of this rank, with a controller. They run from construction until :meth:`close`.
+    """This rank's workers, with a controller. They run from construction until :meth:`close`.
 
-    ``handlers`` are the handlers of workers' operations in this process. The pool is thread-safe.
+    ``handlers`` serve the workers' operations in this process. The pool is thread-safe.
     """
 
     def __init__(
@@ -267,7 +264,7 @@ class WorkerPool:
             """Stops all workers immediately. May be called twice."""
 
     def launch(self, key: TaskKey, rows: slice, first_id: int, *, ready: bool) -> None:
-        """Launch the task ``key`` on the local ``rows``. ``first_id`` is the global id of local row 0.
+        """Launch the task ``key`` on the local ``rows``. Local row 0 has the global id ``first_id``.
 
         ``ready`` tells whether the task's rows can be pulled already.
         """
@@ -282,7 +279,7 @@ class WorkerPool:
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
-    """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
+    """Raise ConfigError if functions in a paid cloud would have to call ``host``, a loopback address."""
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
             f"workers run in a cloud, but this rank answers at {host}, which only this "
@@ -292,7 +289,7 @@ def check_reachable(host: str, *, paid: bool) -> None:
 
 
 def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
-    """Return the address of each rank and the secrets, as they travel to workers in JSON."""
+    """Return each rank's address and the secrets, as they travel to workers in JSON."""
     addresses = {}
     for rank, address in access.addresses.items():
         addresses[rank] = Address(
@@ -316,13 +313,13 @@ def _decode_key(key: bytes | None) -> str | None:
 
 
 _WORKER_SPANS = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
-"""Names of the spans of workers. The brackets stand for the step's name."""
+"""Span names for workers. The brackets stand for the step's name."""
 
 
 def _note_spans(
     timeline: Timeline, program: Program, key: TaskKey, sent_s: float, ready_s: float, done_s: float
 ) -> None:
-    """Add the worker's wait for its rows, and its work, to ``timeline``. All times are of its clock."""
+    """Add the worker's wait for its rows, and its work, to ``timeline``. All times are on its clock."""
     work_start_s = max(sent_s, ready_s)
     make_span = partial(Span, row=WORKER, batch=key.epoch, interval=key.interval)
     if sent_s < work_start_s:
@@ -338,15 +335,19 @@ _SPANS = {
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
 }
-"""Names of the spans of tasks. The spans of other kinds have the name of the step alone."""
+"""Span names for tasks. Other kinds use the step's name alone."""
 HALO_ROWS, HALO_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations with the name "step/sender"."""
 REACHED = "lambda.reached"
-"""Operation with the name "position/sender". With ``switch_at``, the call after a loss also carries the
-number of correct predictions."""
+"""Operation with the name "position/sender".
+
+With ``switch_at``, the call after a loss also carries how many predictions are correct.
+"""
 EXCHANGED = {TaskKind.SCATTER: (HALO_ROWS, "ghosts"), TaskKind.SEND_BACK: (HALO_GRADIENTS, "ghost_gradients")}
-"""Operation and ledger phase. A Scatter moves |G| (4 + s d) bytes per epoch and direction. The layer of the
-ledger is the step."""
+"""Operation and ledger phase.
+
+A Scatter moves |G| (4 + s d) bytes per epoch and direction. The ledger's layer is the step.
+"""
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
 """Network threads mostly wait for replies. With two of them, one waits while the other packs."""
@@ -356,13 +357,12 @@ _ANNOUNCE = -2
 _IMMEDIATELY = -1
 
 _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
-"""Actions of threads in the order of (priority, interval or announced position). A thread that gets None as
-its action ends."""
+"""Actions for threads in the order (priority, interval or announced position). None ends a thread."""
 
 
 @final
 class ThreadScheduler:
-    """Runs the epochs of one graph server on compute threads, one per core, and network threads. Thread-safe.
+    """Runs one graph server's epochs on compute threads, one per core, and network threads. Thread-safe.
 
     Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
     all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before the
@@ -378,12 +378,12 @@ class ThreadScheduler:
         self._rpc = session.rpc
         self._timeline = session.timeline
 
-        # The ranks of a machine share its cores.
+        # The ranks on a machine share its cores.
         num_ranks_here = session.hosts.count(session.hosts[server.rank])
         num_cores = max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
         self._num_threads = server.options.threads or num_cores
         self._early_launches: dict[ScheduledTask, ScheduledTask] = {}
-        """Tasks of workers that are launched when the task before starts, by the task before."""
+        """Maps a task to the worker task after it, which is launched when the first one starts."""
         if server.options.mode != "no_pipe":
             self._early_launches = _find_early_launches(server.schedule)
 
@@ -407,7 +407,7 @@ class ThreadScheduler:
 
     @property
     def queue_length(self) -> int:
-        """Number of tasks that wait for a thread. The number of workers is tuned by this length."""
+        """Number of tasks that wait for a thread. It decides how many workers run."""
         return self._queues[GRAPH_SERVER].qsize()
 
     def state(self) -> tuple[int, str]:
@@ -428,7 +428,7 @@ class ThreadScheduler:
     def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
 
-        ``check`` is called every half a second with the seconds without progress and the peers that are
+        ``check`` is called every half a second. It gets the seconds without progress and the peers that are
         waited for. It raises an error if something is wrong. After any error the scheduler cannot run again.
         """
         rows = [GRAPH_SERVER] * self._num_threads + [NETWORK] * _NETWORK_THREADS
@@ -467,8 +467,8 @@ class ThreadScheduler:
             self._enqueue_all()
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that ``attempt`` has sent all rows of the task ``key``, and start what waited for them."""
-        # Until the controller knows the end, it would count the loss of another attempt as that of the task.
+        """Record that ``attempt`` has sent all rows for the task ``key``, and start what waited for them."""
+        # Until the controller knows the end, it would count another attempt's loss as the task's loss.
         self.duplicate_done(key, attempt)
         with self._lock:
             self._finish(key.interval - self._server.part.first_interval)
@@ -478,7 +478,7 @@ class ThreadScheduler:
         try:
             self._workers.done(key, attempt)
         except DglxError as error:
-            # The controller could not send the next task. The call of this worker must not fail for that.
+            # The controller could not send the next task. This worker's call must not fail for that.
             self._fail(error)
 
     def _receive_rows(self, kind: TaskKind, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -503,7 +503,7 @@ class ThreadScheduler:
             self._done_or_failed.notify_all()
 
     def _wait(self, check: Callable[[float, Sequence[int]], None]) -> None:
-        """Return when all intervals are done. Raise the first failure of a thread, worker or ``check``."""
+        """Return when all intervals are done. Raise the first failure in a thread, worker or ``check``."""
         while True:
             with self._lock:
                 if self._failure is None and not self._progress.is_done:
@@ -532,24 +532,24 @@ class ThreadScheduler:
         row = NETWORK if task.kind in EXCHANGED else GRAPH_SERVER
 
         # Opening a task costs nothing and lets a worker begin. If the opening were queued after all gathers
-        # of its phase, workers and graph server would take turns.
+        # in its phase, workers and graph server would take turns.
         priority = _IMMEDIATELY if task.kind is TaskKind.WORK else position
         action = partial(self._execute, interval, epoch, task, row)
         self._queues[row].put((priority, interval, action))
 
     def _finish(self, interval: int) -> None:
-        """Finish the task of ``interval``, and start what waited for its end. The caller holds the lock."""
+        """Finish the task for ``interval``, and start what waited for its end. The caller holds the lock."""
         self._progress_at = time.monotonic()
         if self._is_stopping:
             return
         has_advanced = self._progress.finish(interval)
         if not has_advanced:
-            # Only the next task of this interval can have waited.
+            # Only this interval's next task can have waited.
             if self._progress.can_start(interval):
                 self._enqueue(interval)
             return
 
-        # All intervals have reached a new position, for which intervals of this and other servers may wait.
+        # All intervals have reached a new position, for which intervals on this and other servers may wait.
         position = self._progress.floor
         is_awaited, counted_epoch = self._progress.news()
         if is_awaited:
@@ -558,7 +558,7 @@ class ThreadScheduler:
         self._enqueue_all()
 
     def _serve(self, queue: _Queue) -> None:
-        """Run the actions of ``queue`` until the first failure or an action None. Each thread runs this."""
+        """Run actions from ``queue`` until one fails or an action is None. Each thread runs this."""
         while True:
             _, _, action = queue.get()
             if action is None:
@@ -590,7 +590,7 @@ class ThreadScheduler:
             self._finish(interval)
 
     def _open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        """Let a worker pull the rows of ``task``, and launch the worker if that was not done before."""
+        """Let a worker pull the rows for ``task``, and launch the worker if that was not done before."""
         key = self._server.key_of(interval, epoch, task)
         self._server.open(interval, epoch, task)
         if task in self._early_launches.values():
@@ -604,7 +604,7 @@ class ThreadScheduler:
         self._workers.launch(key, rows, first_id, ready=ready)
 
     def _send(self, interval: int, task: ScheduledTask) -> None:
-        """Send the halo rows or halo gradients of ``interval`` to all peers, and wait for the replies."""
+        """Send the halo rows or halo gradients for ``interval`` to all peers, and wait for the replies."""
         op, phase = EXCHANGED[task.kind]
         name = pair_name(task.step, self._server.rank)
         calls = []
@@ -617,7 +617,7 @@ class ThreadScheduler:
     def _announce(self, position: int, counted_epoch: int | None) -> None:
         """Tell all peers that this server has reached ``position``, and wait for their replies.
 
-        If ``counted_epoch`` is an epoch, the peers also get its number of correct predictions.
+        If ``counted_epoch`` is an epoch, the peers also learn how many of its predictions are correct.
         """
         rank = self._server.rank
         peers = {*range(self._server.part.graph.num_servers)} - {rank}
@@ -636,7 +636,7 @@ class ThreadScheduler:
 
 
 def _find_early_launches(schedule: Sequence[ScheduledTask]) -> dict[ScheduledTask, ScheduledTask]:
-    """Return the tasks of workers in ``schedule`` that may be launched early, by the task before each.
+    """Return the worker tasks that may be launched early, each under the task before it.
 
     The task before must run on the graph server, and there must be no barrier between the two.
     """

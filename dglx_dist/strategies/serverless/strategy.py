@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 _EDGE_BYTES = 80
-"""Bytes of memory for each edge of a machine's servers, measured with two layers. Workers need more."""
+"""Memory in bytes for each edge on a machine's servers, measured with two layers. Workers need more."""
 _EPOCHS_FACTORS: Mapping[int, float] = MappingProxyType({0: 1.08, 1: 1.4})
-"""Number of epochs until the pipeline with barriers is equally accurate, as a factor by staleness. Dorylus
-reports 1.00 to 1.14 and 1.07 to 1.58."""
+"""Factor on the epochs that the pipeline with barriers needs for equal accuracy, by staleness.
+
+Dorylus reports 1.00 to 1.14 and 1.07 to 1.58.
+"""
 
 
 @final
@@ -51,8 +53,7 @@ class OpenedLambda(OpenedStrategy):
 class Lambda(Strategy):
     """Graph servers on all ranks, and an executor that runs the tensor work on stateless workers.
 
-    The options are the fields of ``LambdaOptions`` and the executor's options. See
-    docs/strategies/lambda.md.
+    The options are the ``LambdaOptions`` fields and the executor's options. See docs/strategies/lambda.md.
     """
 
     traits = Traits(

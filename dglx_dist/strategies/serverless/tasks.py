@@ -1,6 +1,6 @@
-"""Tasks of workers: keys, events, payloads and the computation itself.
+"""Worker tasks: keys, events, payloads and the computation itself.
 
-A task is one Apply step of one interval in one epoch and direction. Its event names the program by digest.
+A task is one Apply step for one interval in one epoch and direction. Its event names the program by digest.
 The worker pulls rows, weights and the program itself. Events are therefore small (AWS limits asynchronous
 ones to 256 KB) and contain no code.
 """
@@ -26,7 +26,8 @@ from dglx_dist.strategies.serverless.program import Apply, End, Program
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
 with warnings.catch_warnings():
-    # torch warns once of read-only arrays, which is done here without a message. Programs only read arrays.
+    # torch warns once about read-only arrays, which is done here without a message. Programs only read
+    # arrays.
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(bytes(8)))
 Arrays: TypeAlias = tuple[Array, ...]
@@ -49,7 +50,7 @@ TASK_OVER: Array = np.zeros(0, np.bool_)
 
 
 class Direction(str, Enum):
-    """Direction of a task. The value is its text in a key."""
+    """Direction that a task runs in. The value is its text in a key."""
 
     FORWARD = "f"
     BACKWARD = "b"
@@ -60,16 +61,16 @@ class Direction(str, Enum):
 @final
 @dataclass(frozen=True, order=True)
 class TaskKey:
-    """Identifies a task. Keys are ordered by epoch, step, interval, text of the direction, and run."""
+    """Identifies a task. Keys are ordered by epoch, step, interval, direction text, and run."""
 
     epoch: int
     step: int
     """Index in the program."""
     interval: int
-    """Global number of the interval."""
+    """The interval's global number."""
     direction: Direction
     run: int = 0
-    """Number of the run in its session. Workers of an earlier run may still be active in the same epochs."""
+    """Run number within its session. Workers from an earlier run may still be active in the same epochs."""
 
     def __str__(self) -> str:
         return f"r{self.run}.e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
@@ -84,7 +85,7 @@ class TaskKey:
         return cls(int(epoch), int(step), int(interval), Direction(direction), int(run))
 
     def check_run(self, run: int) -> None:
-        """Raise ConfigError if this is a task of another run than ``run``."""
+        """Raise ConfigError if this task belongs to another run than ``run``."""
         if self.run != run:
             raise ConfigError(
                 f"task {self} is of run {self.run} of this session, and this is run {run}; "
@@ -92,7 +93,7 @@ class TaskKey:
             )
 
     def check(self, program: Program) -> None:
-        """Raise ConfigError if workers of ``program`` have no such task in any interval."""
+        """Raise ConfigError if workers for ``program`` have no such task in any interval."""
         if self.step >= len(program.steps):
             raise ConfigError(f"task {self} names step {self.step} of {len(program.steps)}")
         step = program.steps[self.step]
@@ -111,7 +112,7 @@ def half_name(key: TaskKey, half: int) -> str:
 
 
 def parse_half(name: str) -> tuple[TaskKey, int]:
-    """Return the key and the half of a :func:`half_name`. Raises ConfigError if ``name`` is invalid."""
+    """Return the key and the half in a :func:`half_name`. Raises ConfigError if ``name`` is invalid."""
     key_text, _, half = name.partition("/")
     if half not in ("0", "1"):
         raise ConfigError(f"{name[:80]!r} names no half of a task; write it like r1.e3.s2.i7.f/0")
@@ -124,7 +125,7 @@ def attempt_name(key: TaskKey, half: int, attempt: int) -> str:
 
 
 def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
-    """Return key, half and attempt of an :func:`attempt_name`. Raises ConfigError if ``name`` is invalid."""
+    """Return key, half and attempt in an :func:`attempt_name`. Raises ConfigError if ``name`` is invalid."""
     name_of_half, slash, attempt = name.rpartition("/")
     if not slash or not _ATTEMPT.fullmatch(attempt):
         raise ConfigError(f"{name[:80]!r} names no attempt at a task; write it like r1.e3.s2.i7.f/0/1")
@@ -135,7 +136,7 @@ def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Address of a graph server or parameter server. Raises ConfigError if the protocol is not TCP."""
+    """Address at which a server answers workers. Raises ConfigError if the protocol is not TCP."""
 
     rank: Annotated[int, Within(0, MAX_RANK)]
     host: _Text
@@ -153,7 +154,7 @@ class Address:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Secrets:
-    """Credentials of a worker: its secret, and a key pair (Z85) if connections are encrypted."""
+    """A worker's credentials: its secret, and a key pair (Z85) if connections are encrypted."""
 
     secret: _Text = field(repr=False)
     public_key: _Z85Key | None = None
@@ -167,22 +168,22 @@ class Secrets:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Complete description of a task for a worker."""
+    """All that a worker must know about a task."""
 
     key: TaskKey
     rows: Annotated[int, Within(0, MAX_ROWS)]
-    """Nodes of the interval, or their in-edges."""
+    """Nodes in the interval, or their in-edges."""
     first_row: Annotated[int, Within(0, MAX_ROWS)]
-    """Global id of the first row, by which dropout is keyed. The others have the ids after it."""
+    """Global id of the first row, by which dropout is keyed. The later rows have the ids after it."""
     seed: Annotated[int, Within(0, 1 << 63)]
-    """Seed of dropout."""
+    """Random seed for dropout."""
     program: Annotated[str, Within(64, 64)]
-    """Digest of the program."""
+    """The program's digest."""
     graph_server: Address
     parameter_server: Address
     secrets: Secrets
     timeout_s: Annotated[float, Within(1e-3, MAX_TIMEOUT_S)]
-    """Time limit of each call."""
+    """Time limit for each call."""
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)] = 0
 
     def again(self) -> Task:
@@ -195,7 +196,7 @@ class Task:
 
     @classmethod
     def from_event(cls, event: object) -> Task:
-        """Read a task from the JSON of :meth:`to_event`, as text or parsed. Raises ConfigError if invalid."""
+        """Read a task from :meth:`to_event`'s result, as text or parsed. Raises ConfigError if invalid."""
         if isinstance(event, bytes | str):
             event = read_json(event, MAX_EVENT_BYTES, "a task")
         fields = Fields(event, "a task")
@@ -211,21 +212,21 @@ class Role(Enum):
     """Role of an array in its task."""
 
     INPUT = "input"
-    """Rows of ``slot``."""
+    """Rows in ``slot``."""
     GRADIENT = "gradient"
-    """Gradient of ``slot``. Gradients of outputs are pulled, and gradients of inputs are sent."""
+    """Gradient for ``slot``. Output gradients are pulled, and input gradients are sent."""
     OUTPUT = "output"
-    """Computed rows of ``slot``."""
+    """Rows computed for ``slot``."""
     LABELS = "labels"
     """Node labels, pulled by a fused task. A node without a label has -1 or NaN."""
     STATISTICS = "statistics"
-    """(2,) float64 summed losses and number of correct rows in a half. Fused tasks send them."""
+    """(2,) float64 summed losses and correct row count in a half. Fused tasks send them."""
 
 
 @final
 @dataclass(frozen=True)
 class Item:
-    """One array of a payload: (n, width), or (n,) if the width is 0."""
+    """One array in a payload: (n, width), or (n,) if the width is 0."""
 
     role: Role
     dtype: str
@@ -235,7 +236,7 @@ class Item:
 
 
 def label_item(program: Program) -> Item:
-    """Return the item of the labels, which are classes if the slot of the label has a dtype."""
+    """Return the label item. Labels are classes if the label's slot has a dtype."""
     if program.label.dtype:
         return Item(Role.LABELS, "int32", 0)
     return Item(Role.LABELS, program.dtype, program.label.width)
@@ -247,7 +248,7 @@ _STATISTICS = Item(Role.STATISTICS, "float64", 0)
 def list_pulled_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
     """Describe the arrays that a task pulls from its graph server, separately for each half of its rows.
 
-    The task computes ``step`` of the program in ``direction``.
+    The task computes the program's ``step`` in ``direction``.
     """
     tensor_step = _get_tensor_step(program, step)
     items = []
@@ -263,8 +264,8 @@ def list_pulled_items(program: Program, step: int, direction: Direction) -> tupl
 def list_submitted_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
     """Describe the arrays that a task sends to its graph server, separately for each half of its rows.
 
-    A forward task sends its outputs. Other tasks send the gradients of their inputs in
-    ``program.trained_slots``, in the order of the inputs. A fused task also sends loss and accuracy.
+    A forward task sends its outputs. Other tasks send gradients for those inputs that are in
+    ``program.trained_slots``, in input order. A fused task also sends loss and accuracy.
     """
     tensor_step = _get_tensor_step(program, step)
     if direction is Direction.FORWARD:
@@ -280,7 +281,7 @@ def list_submitted_items(program: Program, step: int, direction: Direction) -> t
 
 
 def half_rows(rows: int, half: int) -> slice:
-    """Return the part of ``rows`` rows in half 0 or 1. The first half has the odd row."""
+    """Return which rows out of ``rows`` are in half 0 or 1. The first half has the odd row."""
     middle = round_rows((rows + 1) // 2)
     return slice(middle, rows) if half else slice(0, middle)
 
@@ -299,7 +300,7 @@ def half_length(rows: int, half: int) -> int:
 
 
 def check_payload(items: Sequence[Item], arrays: Sequence[Array], rows: int, where: str) -> None:
-    """Raise ConfigError if ``arrays`` do not match ``items`` for a half of ``rows`` rows.
+    """Raise ConfigError if ``arrays`` do not match ``items`` for a half that has ``rows`` rows.
 
     ``where`` describes the arrays in the message.
     """
@@ -331,7 +332,7 @@ def _get_tensor_step(program: Program, step: int) -> Apply:
 
 @functools.cache
 def kernels() -> str:
-    """Describe the arithmetic of this process. A process with a different text may compute other bits."""
+    """Describe this process's arithmetic. A process with a different text may compute other bits."""
     pattern = r"BLAS_INFO=\w+|oneAPI Math Kernel Library Version [\w.-]+"
     libraries = re.findall(pattern, torch.__config__.show())
     capability = torch.backends.cpu.get_cpu_capability()
@@ -349,7 +350,7 @@ class Computed(NamedTuple):
 
 @final
 class TaskComputation:
-    """Computation of the tasks of one step and direction, in any interval and epoch. Thread-safe."""
+    """Computes the tasks with one step and direction, in any interval and epoch. Thread-safe."""
 
     def __init__(self, program: Program, step: int, direction: Direction) -> None:
         self.pulled = list_pulled_items(program, step, direction)
@@ -360,16 +361,16 @@ class TaskComputation:
         self._step = _get_tensor_step(program, step)
         self._direction = direction
         self.weights = program.weights_of(step)
-        """Shape of each weight by the user's name, in order."""
+        """Weight shapes by the user's names, in order."""
         self.drops = self._step.body.drops
-        """Whether the computation needs keys of rows."""
+        """Whether the computation needs row keys."""
         self.pushes = direction is not Direction.FORWARD
-        """Whether the computation returns gradients of its weights, possibly of none."""
+        """Whether the computation returns gradients for its weights, even if it has none."""
 
     def half(
         self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
     ) -> Computed:
-        """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
+        """Compute one half with ``rows`` rows, which may be 0, from one array per item in :attr:`pulled`.
 
         Raises ConfigError if an argument does not fit the program.
         """
@@ -393,7 +394,7 @@ class TaskComputation:
     def compute_halves(
         self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
     ) -> Computed:
-        """Compute a task of ``rows`` rows as a worker does, first one half and then the other."""
+        """Compute a task with ``rows`` rows as a worker does, first one half and then the other."""
         results = []
         for half in (0, 1):
             selection = half_rows(rows, half)
@@ -423,12 +424,12 @@ class TaskComputation:
         return Computed(tuple(rows), ())
 
     def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys | None) -> Computed:
-        """Run the step with autograd, and return gradients of trained inputs and of all weights.
+        """Run the step with autograd, and return gradients for trained inputs and for all weights.
 
         ``arrays`` has the inputs, and then the outputs' gradients. A fused task has labels instead, and
         returns statistics after the inputs' gradients.
         """
-        # Gradients are wanted of all weights, and then of the inputs that depend on a weight.
+        # Gradients are needed for all weights, and then for the inputs that depend on a weight.
         inputs = arrays[: len(self._step.inputs)]
         leaves = [weight.requires_grad_() for weight in weights]
         for position, item in enumerate(self._step.inputs):
@@ -474,20 +475,20 @@ def _differentiate(
 
 
 class Loss(NamedTuple):
-    """Loss of n rows."""
+    """Loss over n rows."""
 
     scaled: Tensor
-    """Summed losses of labelled rows, divided by the number of training nodes M. It has a gradient."""
+    """Losses summed over labelled rows, divided by M, the number of training nodes. It has a gradient."""
     statistics: Array
-    """(2,) float64 sum of losses and number of correct rows, which is 0 if labels are no classes."""
+    """(2,) float64 summed losses and correct row count, which is 0 if labels are no classes."""
 
 
 def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
-    """Return the loss of (n, ...) ``scores`` and :func:`label_item` labels."""
+    """Return the loss for (n, ...) ``scores`` and :func:`label_item` labels."""
     is_class = bool(program.label.dtype)
     has_label = labels >= 0 if is_class else ~labels[:, 0].isnan()
 
-    # Rows without a label are removed, because the loss of an invented label may have an infinite slope.
+    # Rows without a label are removed, because the loss for an invented label may have an infinite slope.
     scores = scores[has_label]
     labels = labels[has_label]
     if is_class:
@@ -507,7 +508,7 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
 
 
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:
-    """Return a task's arrays, one for each of ``items``, from the arrays of its halves."""
+    """Join the arrays from a task's halves into one array for each item in ``items``."""
     joined_arrays = []
     for item, left, right in zip(items, first, second, strict=True):
         if item.role is Role.STATISTICS:
@@ -524,9 +525,9 @@ def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
 
 
 _ALIGNMENT = 64
-"""Alignment of memory in bytes. The last bits of MKL's products depend on the alignment."""
+"""Memory alignment in bytes. The last bits in MKL's products depend on the alignment."""
 _ALIGNED_ROWS = 16
-"""Number of rows, of at least 4 bytes a number, after which the alignment is the same again."""
+"""Number of rows, with at least 4 bytes a number, after which the alignment is the same again."""
 
 
 def _to_tensor(array: Array) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tensor programs: what a model computes row by row between operations of the graph, as data.
+"""Tensor programs: what a model computes row by row between graph operations, as data.
 
-A tensor program is a list of ATen operations. It travels to workers as JSON. A worker runs only operations
-of an allow-list, and evaluates and unpickles nothing. Letters of shapes: n rows of nodes or edges.
+A tensor program is a list of ATen operations. It travels to workers as JSON. A worker runs only operations in
+an allow-list, and evaluates and unpickles nothing. In shapes, n is the number of node or edge rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.masks import ColumnRange, draw_kept_entries
 
 MAX_OPERATIONS = 4096
-"""Largest number of operations."""
+"""Maximum number of operations."""
 MAX_ARRAYS = 256
-"""Largest number of arrays of a kind."""
+"""Maximum number of arrays of a kind."""
 MAX_DIMENSIONS = 8
-"""Largest number of dimensions of a row."""
+"""Maximum number of dimensions in a row."""
 MAX_WIDTH = 1 << 20
-"""Largest number of columns of a dimension."""
+"""Maximum number of columns in a dimension."""
 MAX_CONSTANT = 1 << 14
-"""Largest number of elements of a constant."""
+"""Maximum number of elements in a constant."""
 
 DROP = "drop"
-"""Name of dropout with keyed masks. Its arguments are the rows, the probability and the stream of draws."""
+"""Name for dropout with keyed masks. Its arguments are the rows, the probability and the random stream."""
 
 _NAMES = """
 abs acos acosh add addcdiv addcmul addmm alias all amax amin any argmax argmin asin asinh atan atan2 atanh
@@ -60,18 +60,18 @@ Shape: TypeAlias = Annotated[tuple[_Size, ...], Within(0, MAX_DIMENSIONS)]
 
 
 class RowKeys(NamedTuple):
-    """Keys of the dropout masks of n rows."""
+    """Keys for the dropout masks on n rows."""
 
     seed: int
     epoch: int
     ids: Tensor
-    """(n,) int64 global ids of nodes or edges."""
+    """(n,) int64 global node or edge ids."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A small tensor of the model that is no parameter, such as a buffer."""
+    """A small tensor in the model that is no parameter, such as a buffer."""
 
     dtype: str
     shape: Shape
@@ -83,28 +83,28 @@ class Constant:
 class Operation:
     """One operation. Its arguments are JSON.
 
-    ``{"value": 3}`` is the value 3 of the program, ``{"rows": 2}`` is twice the number of rows, and
-    ``{"dtype": "float32"}`` is a dtype.
+    ``{"value": 3}`` is the program's value 3, ``{"rows": 2}`` is twice the row count, and ``{"dtype":
+    "float32"}`` is a dtype.
     """
 
     name: str
-    """Name of ATen with its overload, such as ``add.Tensor``, or :data:`DROP`."""
+    """ATen name with its overload, such as ``add.Tensor``, or :data:`DROP`."""
     arguments: tuple[Any, ...] = field(hash=False)
     keywords: Mapping[str, Any] = field(hash=False)
     results: tuple[int, ...]
-    """Numbers of the values that the operation computes."""
+    """Numbers for the values that the operation computes."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TensorProgram:
-    """Operations on rows. Values are numbered in the order of inputs, weights, constants and results.
+    """Operations on rows. Values are numbered in the order inputs, weights, constants and results.
 
     Raises ConfigError if an operation is not allowed, or reads a value that is not computed before.
     """
 
     inputs: tuple[Shape, ...]
-    """Shape of one row of each input."""
+    """One row's shape in each input."""
     weights: tuple[Shape, ...]
     constants: tuple[Constant, ...]
     operations: tuple[Operation, ...]
@@ -168,8 +168,8 @@ class TensorProgram:
         """Return all values by number.
 
         Args:
-            inputs: (n, width) rows of each input.
-            keys: Keys of the rows, or None to run without dropout.
+            inputs: (n, width) rows for each input.
+            keys: Row keys, or None to run without dropout.
         """
         num_rows = len(inputs[0]) if inputs else 0
         shapes = zip(inputs, self.inputs, strict=True)
@@ -193,7 +193,7 @@ class TensorProgram:
 
 
 def find_operation(name: str) -> Any:
-    """Return the function of an operation of the allow-list. Raises ConfigError for any other name."""
+    """Return the function for an operation in the allow-list. Raises ConfigError for any other name."""
     base, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, base, None) if base in ALLOWED else None
     if packet is None or overload not in packet.overloads():
@@ -209,7 +209,7 @@ def find_operation(name: str) -> Any:
 
 
 def _list_values(arguments: Any) -> Iterator[int]:
-    """Yield the numbers of all values in the JSON of arguments."""
+    """Yield the numbers of all values in the arguments' JSON."""
     if isinstance(arguments, Mapping):
         if "value" in arguments:
             yield arguments["value"]
@@ -219,21 +219,21 @@ def _list_values(arguments: Any) -> Iterator[int]:
 
 
 _Reader: TypeAlias = Callable[[Mapping[int, Tensor], int], Any]
-"""Returns an argument from the values and the number of rows."""
+"""Returns an argument from the values and the row count."""
 
 
 class _Call(NamedTuple):
     """An operation that is ready to run."""
 
     function: Callable[..., Any] | None
-    """Operation of torch, or None for dropout."""
+    """Torch operation, or None for dropout."""
     arguments: list[_Reader]
     keywords: dict[str, _Reader]
     results: tuple[int, ...]
 
 
 def _make_reader(argument: Any) -> _Reader:
-    """Return the reader of an argument in JSON. See :class:`Operation`."""
+    """Return the reader for an argument in JSON. See :class:`Operation`."""
     if isinstance(argument, list | tuple):
         readers = [_make_reader(item) for item in argument]
         return lambda values, rows: [read(values, rows) for read in readers]
@@ -250,7 +250,7 @@ def _make_reader(argument: Any) -> _Reader:
 
 
 def drop_rows(rows: Tensor, probability: float, stream: int, keys: RowKeys | None) -> Tensor:
-    """Return (n, ...) ``rows`` with entries dropped. Masks are those of :mod:`dglx_dist.layers.dropout`."""
+    """Return (n, ...) ``rows`` with entries dropped, with masks as in :mod:`dglx_dist.layers.dropout`."""
     if keys is None:
         return rows.clone()
     width = math.prod(rows.shape[1:])

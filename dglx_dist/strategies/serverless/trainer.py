@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def bill_of(used: Counts, options: LambdaOptions, *, simulated: bool) -> Bill:
-    """Return the bill of the counted work. Workers in this process are no functions that are paid for."""
+    """Return the bill for the counted work. Workers in this process are no functions that are paid for."""
     functions = Counts() if options.in_process else used
     return bill(functions, {options.server: used.server_seconds}, options.price_table, simulated=simulated)
 
@@ -79,8 +79,8 @@ def describe_costs(used: Counts, options: LambdaOptions, *, simulated: bool) -> 
 
 
 def _sum_counts(own_counts: Counts, session: Session) -> Counts:
-    """Return the sum of the counts of all ranks. Collective."""
-    # Numbers have the same size in each run. A text would not, and its bytes are counted by the ledger.
+    """Sum the counts from all ranks. Collective."""
+    # Numbers have the same size in each run. A text would not, and the ledger counts its bytes.
     own_values = vars(own_counts)
     rows = gather_rows(torch.tensor([*own_values.values()], dtype=torch.float64), session)
     sums = {}
@@ -101,8 +101,11 @@ _PEER_CHECK_INTERVAL_S = 5.0
 class Engine:
     """Runs epochs on this rank together with all other ranks. All methods but :meth:`abandon` are collective.
 
-    ``weights`` are the first weights, in the order of the program. ``weights`` and ``update`` are equal on
-    all ranks. ``first_epoch`` and ``synchronous_from`` are as in :class:`IntervalProgress`.
+    Args:
+        weights: The first weights, in program order. They are equal on all ranks.
+        update: A copy of the optimizer, equal on all ranks.
+        first_epoch: See :class:`IntervalProgress`.
+        synchronous_from: See :class:`IntervalProgress`.
     """
 
     def __init__(
@@ -131,13 +134,13 @@ class Engine:
             program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
         self._updated_at = {first_epoch: time.perf_counter()}
-        """Time at which each epoch's weights were known, from the first epoch of the last run on."""
+        """Time at which each epoch's weights were known, starting with the last run's first epoch."""
         self._show: Callable[[], None] = lambda: None
         self._program_bytes = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {kernels()}
         """Descriptions of the numerical kernels that this process and the workers use.
 
-        See ``kernels`` of tasks.
+        See ``kernels`` in the tasks module.
         """
         self.epoch = first_epoch
         """The next epoch. All intervals have completed the epoch before."""
@@ -173,14 +176,14 @@ class Engine:
         show: Callable[[], None] = lambda: None,
         rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
     ) -> list[EpochRecord]:
-        """Train ``epochs`` more epochs, and return their records of all ranks, without bytes. Collective.
+        """Train ``epochs`` more epochs, and return their records over all ranks, without bytes. Collective.
 
         No rank has work in flight afterwards. Epochs may overlap, so an epoch takes the time between the
         weight updates before and after it, on the slowest rank.
 
         Args:
             show: Called every half a second.
-            rates: Learning rates of the optimizer's groups by epoch, if they differ from its own.
+            rates: Learning rates for the optimizer's groups by epoch, if they differ from its own.
 
         Raises:
             PeerError: a rank is dead, there was no progress for the session's time-out, or a task failed in
@@ -201,8 +204,8 @@ class Engine:
         return self._make_records(first_epoch, end)
 
     def _make_records(self, first_epoch: int, end: int) -> list[EpochRecord]:
-        """Return the records of the epochs from ``first_epoch`` up to ``end``. Collective."""
-        # A row has the summed losses, the number of correct nodes and the seconds for one epoch.
+        """Return the records for the epochs from ``first_epoch`` up to ``end``. Collective."""
+        # Each row has one epoch's summed losses, correct node count and seconds.
         own_rows = []
         for epoch in range(first_epoch, end):
             seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]
@@ -229,16 +232,16 @@ class Engine:
 
     def close(self) -> None:
         """Release everything once no rank needs the others. Collective."""
-        # Workers are closed first. A cloud function cannot be stopped, but the servers of the next run reject
-        # a late function, because it sends the number of this run.
+        # Workers are closed first. A cloud function cannot be stopped, but the next run's servers reject a
+        # late function, because it sends this run's number.
         self.workers.close()
         barrier(self._session, "closing the engines of all graph servers")
         self.abandon()
 
     def _register_handlers(self, resources: ExitStack) -> dict[str, Handler]:
-        """Register handlers of calls from worker processes. ``resources`` unregisters them when it closes.
+        """Register handlers for calls from worker processes. ``resources`` unregisters them when it closes.
 
-        Return the handlers for worker threads of this process. These threads also call the parameter server,
+        Return the handlers for worker threads in this process. These threads also call the parameter server,
         and their calls are not counted as traffic.
         """
         handlers: dict[str, Handler] = {
@@ -256,7 +259,7 @@ class Engine:
         }
 
     def _with_counted_bytes(self, op: str, handler: Handler) -> Handler:
-        """Return a handler that calls ``handler`` and counts the bytes of its arrays in the ledger."""
+        """Return a handler that calls ``handler`` and counts its arrays' bytes in the ledger."""
         add_to_ledger = self._session.ledger.add
         rank = self._session.topology.rank
 
@@ -310,7 +313,7 @@ class Engine:
             activity = "the rows of its next Scatter"
             raise_for_missing(self._session, list(awaited_peers), activity, advice=advice, late=is_late)
         elif self._peers:
-            # At the staleness bound no particular peer is late, but the update needs all of them.
+            # At the staleness bound no particular peer is late, but the update needs all peers.
             activity = "its gradients for the next update"
             raise_for_missing(self._session, self._peers, activity, advice=advice, late=False)
         if not is_late:
@@ -348,10 +351,11 @@ _IGNORED_OPTIONS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_
 
 @final
 class IntervalLoader:
-    """The training nodes of all ranks, for ``dx.fit``. ``indices`` has this rank's nodes: (K,) ids or a mask.
+    """The training nodes on all ranks, for ``dx.fit``. ``indices`` has this rank's nodes: (K,) ids or a mask.
 
-    Raises ConfigError on all ranks if the graph has several types, or if on any rank the sampler draws only
-    some in-neighbours, an option is unknown or changes what is trained, or a node is given twice.
+    Raises ConfigError on all ranks if the graph has several types. It also raises it if on any rank the
+    sampler draws only some in-neighbours, an option is unknown or changes what is trained, or a node is given
+    twice.
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
@@ -387,17 +391,23 @@ class IntervalLoader:
         self._epoch += epochs
 
     def own_targets(self) -> tuple[Array, int]:
-        """Return which own nodes are trained on, (n,) bool, and M, their number over all ranks. Collective.
+        """Find this rank's training nodes, and check that no node is given twice. Collective.
 
-        Sends 16 bytes per training node that another rank owns. Raises ConfigError on all ranks if two ranks
-        have the same node, or if there is no training node.
+        Sends 16 bytes per training node that another rank owns.
+
+        Returns:
+            Which own nodes are trained on, (n,) bool, and M, the number of training nodes on all ranks.
+
+        Raises:
+            ConfigError: two ranks have the same node, or there is no training node. It is raised on all
+                ranks.
         """
         g = self.g
         (ntype,) = g.ntypes
         policy = g.get_node_partition_policy(ntype)
         seeds = torch.from_numpy(self._seeds.ids[ntype])
 
-        # Each rank adds 1 at its training nodes, so that the owner of a node knows how many ranks train it.
+        # Each rank adds 1 at its training nodes, so that a node's owner knows how many ranks train it.
         size = (g.num_nodes(ntype),)
         num_trainers = DistTensor(size, torch.int64, part_policy=policy, is_gdata=False, graph=g)
         num_trainers.push(seeds, torch.ones(len(seeds), dtype=torch.int64), accumulate=True)
@@ -459,7 +469,7 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
-    """Return copies of the parameters with ``names``."""
+    """Copy the parameters in ``names``."""
     parameters = dict(model.named_parameters())
     return [parameters[name].detach().cpu().numpy().copy() for name in names]
 
@@ -478,7 +488,7 @@ def draw_weights(model: nn.Module, scheme: Scheme, seed: int) -> None:
 
         # Frozen weights are drawn, too, so that the others do not depend on what is frozen.
         if weight.dim() > 1 and scheme.startswith("he"):
-            # DGL's GraphConv has (inputs, outputs), where torch's fan_in is of (outputs, inputs).
+            # DGL's GraphConv has (inputs, outputs), while torch's fan_in assumes (outputs, inputs).
             mode = "fan_out" if isinstance(modules[module_name], GraphConv) else "fan_in"
             fill(values, 0, mode, "relu", generator)
         elif weight.dim() > 1:
@@ -490,7 +500,7 @@ def draw_weights(model: nn.Module, scheme: Scheme, seed: int) -> None:
 def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
-    """Copy trained weights and the state of their update into the user's model and optimizer."""
+    """Copy trained weights and their update's state into the user's model and optimizer."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -507,7 +517,7 @@ def write_back(
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
-    """Return a digest of the training state: parameters, what is trained, the optimizer and its state."""
+    """Return a digest over the training state: parameters, what is trained, the optimizer and its state."""
     optimizer_state = optimizer.state_dict()
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -533,9 +543,9 @@ log = logging.getLogger(__name__)
 
 @final
 class LambdaTrainer(EpochTrainer):
-    """Trainer of one call of ``dx.fit``. All ranks construct, run and close it together.
+    """Trains for one ``dx.fit`` call. All ranks construct, run and close it together.
 
-    After each run ``model`` has the trained weights, and ``optimizer`` has the state of their update. The
+    After each run ``model`` has the trained weights, and ``optimizer`` has their update's state. The
     optimizer itself never makes a step.
     """
 
@@ -570,13 +580,13 @@ class LambdaTrainer(EpochTrainer):
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
         self._past_counts = Counts()
-        """Counts of closed engines, and seconds of all graph servers' runs."""
+        """Counts from closed engines, and seconds from all graph servers' runs."""
         self._simulated = True
         self._has_warned = False
 
     def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
         # Bytes are counted from here. As soon as another rank has begun, its workers call the parameter
-        # servers of this rank.
+        # servers on this rank.
         ledger_start = self._session.ledger.snapshot()
         engine = self._open_engine(first)
         start_s = time.perf_counter()
@@ -600,9 +610,9 @@ class LambdaTrainer(EpochTrainer):
         return self._add_bytes(records, ledger_rows), ledger_rows
 
     def _add_bytes(self, records: Sequence[EpochRecord], rows: Sequence[LedgerRow]) -> list[EpochRecord]:
-        """Return ``records`` with the bytes of all ranks, where ``rows`` are this rank's ledger. Collective.
+        """Return ``records`` with all ranks' bytes. ``rows`` are this rank's ledger. Collective.
 
-        Epochs overlap, so the bytes of a single epoch are not known. Each epoch gets an equal share.
+        Epochs overlap, so a single epoch's bytes are not known. Each epoch gets an equal share.
         """
         own_inside = sum(row.num_bytes for row in rows if row.inside)
         own_outside = sum(row.num_bytes for row in rows if not row.inside)
@@ -623,7 +633,7 @@ class LambdaTrainer(EpochTrainer):
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _compute_rates(self, epochs: range) -> dict[int, list[float]]:
-        """Return the learning rate of each group of the optimizer, by epoch."""
+        """Return the learning rates by epoch, one for each optimizer group."""
         rates = {}
         for epoch in epochs:
             factor = 1.0
@@ -648,8 +658,8 @@ class LambdaTrainer(EpochTrainer):
         seconds = used.server_seconds / self._session.topology.world_size
         dollars_spent = float(str(costs["dollars"]))
         if seconds and dollars_spent:
-            # The value is the performance for each dollar (Dorylus, section 7.2). Only ratios of values have
-            # a meaning.
+            # The value is the performance for each dollar (Dorylus, section 7.2). Only ratios between values
+            # have a meaning.
             costs["value"] = 1 / (seconds * dollars_spent)
             costs["text"] = f"{costs['text']}; value {costs['value']:.4g}"
         if self._options.switch_at:
@@ -657,14 +667,14 @@ class LambdaTrainer(EpochTrainer):
         return costs
 
     def _count_used(self) -> Counts:
-        """Return the counts of all engines so far."""
+        """Return the counts from all engines so far."""
         if self._engine is None:
             return self._past_counts
         return self._past_counts + self._engine.workers.controller.counts
 
     def _open_engine(self, epoch: int) -> Engine:
         """Return the engine, a new one if the user changed weights, optimizer or epoch. Collective."""
-        # The ranks are compared each time. If only some of them had a change, they would open new engines,
+        # The ranks are compared each time. If only some of them had a change, these would open new engines,
         # and wait for the others.
         current_fingerprint = fingerprint(self._model, self._optimizer)
         digest = f"{current_fingerprint} {self._read_rates()}"
@@ -690,7 +700,7 @@ class LambdaTrainer(EpochTrainer):
         return self._engine
 
     def _compare_kernels(self, own_kernels: list[str]) -> None:
-        """Warn once on rank 0 if the processes of the run have different numerical kernels. Collective."""
+        """Warn once on rank 0 if the run's processes have different numerical kernels. Collective."""
         kernels_of_ranks = cast("list[list[str]]", gather_json(own_kernels, self._session))
         distinct_kernels = {description for rank in kernels_of_ranks for description in rank}
         if len(distinct_kernels) < 2 or self._has_warned:
@@ -761,9 +771,9 @@ class LambdaModel(WrappedModel):
 
 
 def _capture(model: nn.Module, g: DistGraph, options: LambdaOptions) -> Captured:
-    """Capture ``model`` with the first matrix of node data that has a width which fits it.
+    """Capture ``model`` with the first node data matrix that has a fitting width.
 
-    Raises the ConfigError of the first width if the model accepts none.
+    If the model accepts none, raises the ConfigError for the first width.
     """
     edge_slots = {}
     for name in g.edata:
@@ -789,7 +799,7 @@ def _is_features(g: DistGraph, name: str) -> bool:
 
 
 def _make_edge_slot(name: str, data: DistTensor) -> Slot | None:
-    """Return the slot of edge data that a program may read, or None for complex numbers and flags."""
+    """Return the slot for edge data that a program may read, or None for complex numbers and flags."""
     if data.dtype.is_complex or data.dtype is torch.bool:
         return None
     dtype: Any = "" if data.dtype.is_floating_point else "int64"
@@ -797,7 +807,7 @@ def _make_edge_slot(name: str, data: DistTensor) -> Slot | None:
 
 
 def _with_loss(captured: Captured, g: DistGraph, objective: Objective, num_train: int) -> Captured:
-    """Return ``captured`` with the loss and the labels of ``objective``."""
+    """Return ``captured`` with the loss and the labels from ``objective``."""
     if objective.label not in g.ndata:
         raise ConfigError(f"the nodes have no labels {objective.label!r} (known: {', '.join(g.ndata)})")
     labels = g.ndata[objective.label]

@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 
 
 def run_program(program: Program, block: Any, x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the (n, width) or (E, width) rows of all slots, computed on one graph by torch and DGL.
+    """Return the (n, width) or (E, width) rows in all slots, computed on one graph by torch and DGL.
 
     ``block`` has all nodes as sources and as targets. Autograd records the steps.
     """
@@ -94,13 +94,13 @@ def check_program(program: Program, call: ModelCall) -> None:
 
 @contextmanager
 def _add_noise(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Change weights while the context lasts. A weight of 0 would hide errors in its factors."""
+    """Change weights while the context lasts. A weight 0 would hide errors in its factors."""
     generator = torch.Generator().manual_seed(29)
     weights_and_data = [(weight, weight.data) for weight in weights]
     try:
         for weight, data in weights_and_data:
             noise = torch.randn(data.shape, dtype=data.dtype, generator=generator)
-            # Half of the noise keeps the scores in the usual range.
+            # The factor 0.5 keeps the scores in the usual range.
             weight.data = data + 0.5 * noise
         yield
     finally:
@@ -111,7 +111,7 @@ def _add_noise(weights: Iterable[nn.Parameter]) -> Iterator[None]:
 def _check_scores(
     program: Program, call: ModelCall, block: Any, x: Tensor, weights: Mapping[str, nn.Parameter]
 ) -> None:
-    """Raise ConfigError if the scores or the gradients of trained weights differ from the model's."""
+    """Raise ConfigError if the scores or the trained weights' gradients differ from the model's."""
     streams = itertools.count(MODULES)
 
     def drop(x: Tensor, probability: float) -> Tensor:
@@ -126,7 +126,7 @@ def _check_scores(
         expected = expected.reshape(scores.shape)
         _compare("result", expected, scores, _find_largest([expected]))
 
-        # The gradient of a random combination depends on every score.
+        # A random combination's gradient depends on every score.
         generator = torch.Generator().manual_seed(3)
         cotangent = torch.randn(scores.shape, dtype=scores.dtype, generator=generator)
         expected_gradients = _differentiate(expected, trained_weights, cotangent)
@@ -138,7 +138,7 @@ def _check_scores(
 
 
 def _find_largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest absolute value of all tensors, or 0 if there is none."""
+    """Return the largest absolute value in all tensors, or 0 if there is none."""
     return max((float(tensor.detach().abs().nan_to_num().max()) for tensor in tensors), default=0.0)
 
 
@@ -149,7 +149,7 @@ def _differentiate(result: Tensor, weights: Sequence[Tensor], cotangent: Tensor)
 
 
 def _compare(subject: str, expected: Tensor, computed: Tensor, scale: float) -> None:
-    """Raise ConfigError if ``computed`` differs. ``scale`` is the size of values for the tolerance."""
+    """Raise ConfigError if ``computed`` differs. ``scale`` is the typical value for the tolerance."""
     tolerance = _TOLERANCE[expected.dtype]
     # If all values are 0, the tolerance must still be above 0.
     atol = tolerance * max(scale, 1e-30)

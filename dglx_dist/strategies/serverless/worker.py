@@ -40,27 +40,29 @@ from dglx_dist.strategies.serverless.tensor_program import RowKeys
 MAX_ANSWER_BYTES = 64 * 1024
 _LONGEST_ERROR = 4000
 _RECONNECT_AFTER_S = 5.0
-"""Idle seconds after which connections are reopened. The container of a function is frozen between
-invocations, and peers drop silent connections."""
-# Operations of graph servers, see :class:`_TaskCalls`.
+"""Idle seconds after which connections are reopened.
+
+A function's container is frozen between invocations, and peers drop silent connections.
+"""
+# Operations on graph servers, see :class:`_TaskCalls`.
 PROGRAM = "lambda.program"
 PULL = "lambda.pull"
 GIVE = "lambda.give"
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
-"""Operations of parameter servers."""
+"""Operations on parameter servers."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkerAnswer:
-    """Outcome of a task, reported by its worker."""
+    """A task's outcome, as its worker reports it."""
 
     key: TaskKey
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
     seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
-    """Whether the task was the first of its worker."""
+    """Whether the task was its worker's first."""
     error: str = ""
     """Why the task failed; "" on success."""
 
@@ -69,7 +71,7 @@ class WorkerAnswer:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
-        """Read the JSON text of :meth:`as_json`. Raises ConfigError if the text is invalid."""
+        """Read JSON text that :meth:`as_json` returned. Raises ConfigError if the text is invalid."""
         fields = Fields.parse(text, "a worker's answer", MAX_ANSWER_BYTES)
         answer = fields.record(
             cls,
@@ -81,10 +83,10 @@ class WorkerAnswer:
 
 
 Answer: TypeAlias = Callable[[float], list[Array]]
-"""Waits for the answer to a call and returns its arrays. The argument is the time limit in seconds, counted
-from :meth:`Caller.send`.
+"""Waits for a call's answer and returns its arrays.
 
-Raises PeerError if the server is dead, silent, or rejects this worker, and RemoteError if the handler raised.
+The argument is the time limit in seconds, counted from :meth:`Caller.send`. Raises PeerError if the server is
+dead, silent, or rejects this worker, and RemoteError if the handler raised.
 """
 
 
@@ -93,7 +95,7 @@ class Caller(ABC):
 
     @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
-        """Call ``op`` of the server ``to``. ``arrays`` must not change until the answer has arrived."""
+        """Call ``op`` on the server ``to``. ``arrays`` must not change until the answer has arrived."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,11 +107,11 @@ class Caller(ABC):
 
 @final
 class RemoteCaller(Caller):
-    """Calls over sockets. Connections stay open for the next task of the same job."""
+    """Calls over sockets. Connections stay open for the same job's next task."""
 
     def __init__(self) -> None:
         self._secrets: Secrets | None = None
-        """Secrets of the open connections, or None if no connection is open."""
+        """Secrets for the open connections, or None if no connection is open."""
         self._last_call_at = 0.0
 
     def begin(self) -> None:
@@ -167,7 +169,7 @@ def _encode_key(key: str | None) -> bytes | None:
 
 @final
 class DirectCaller(Caller):
-    """Calls handlers of this process, without sockets and copies. Secrets are ignored."""
+    """Calls handlers in this process, without sockets and copies. Secrets are ignored."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
@@ -198,7 +200,7 @@ class _TaskCalls:
     """The calls that a worker makes for one task.
 
     A worker may start before its rows are ready. The graph server then answers ``lambda.pull`` without
-    arrays, and the worker asks again later, so that it does not block a thread of the server.
+    arrays, and the worker asks again later, so that it does not block a server thread.
     """
 
     def __init__(self, caller: Caller, task: Task) -> None:
@@ -220,7 +222,7 @@ class _TaskCalls:
         return self._call_graph_server(PULL, half_name(self._task.key, half))
 
     def wait_for_rows(self, answer: Answer, half: int) -> list[Array]:
-        """Return the rows of ``half``, where ``answer`` is the result of :meth:`pull`.
+        """Return the rows for ``half``, where ``answer`` comes from :meth:`pull`.
 
         Raises PeerError if the graph server does not have the rows within the time limit, and _TaskOver if
         another attempt has done the task.
@@ -293,14 +295,14 @@ class Worker:
         self._call_hook = hook
         self._is_cold = True
         self._run_of_program: tuple[str, Secrets, int] | None = None
-        """Digest, secrets and number of the run that the program was fetched for."""
+        """Digest, secrets and run number that the program was fetched for."""
         self._program: Program
         self._computations: dict[tuple[int, Direction], TaskComputation] = {}
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
-        """Run the task of ``event`` and return the fields of its :class:`WorkerAnswer` as JSON.
+        """Run the task in ``event`` and return its :class:`WorkerAnswer` fields as JSON.
 
-        ``event`` is the result of :meth:`Task.to_event`, as text or as parsed JSON. A functions service adds
+        ``event`` comes from :meth:`Task.to_event`, as text or as parsed JSON. A functions service adds
         ``context``, which is not used. Raises the failure that :meth:`attempt` returns.
         """
         answer, failure = self.attempt(Task.from_event(event))
@@ -311,8 +313,8 @@ class Worker:
     def attempt(self, task: Task) -> tuple[WorkerAnswer, DglxError | None]:
         """Run ``task``. Return its answer, and the failure or None.
 
-        The message of a failure names the task and the attempt. An attempt that finds its task done by
-        another attempt succeeds.
+        A failure's message names the task and the attempt. If another attempt has already done the task, this
+        one succeeds.
         """
         start_s = time.perf_counter()
         was_cold = self._is_cold
@@ -321,7 +323,7 @@ class Worker:
         try:
             self._run(task)
         except _TaskOver:
-            # The rows of another attempt have arrived, so there is nothing left to do.
+            # Another attempt's rows have arrived, so there is nothing left to do.
             pass
         except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
             failure = _explain_failure(task, error)
@@ -357,10 +359,10 @@ class Worker:
     def _compute(
         self, task: Task, computation: TaskComputation, calls: _TaskCalls
     ) -> tuple[list[Computed], list[Answer]]:
-        """Return the results of both halves, and the pending calls that send rows of the first half.
+        """Return the results for both halves, and the pending calls that send rows in the first half.
 
-        The first half is computed while the rows of the second half arrive. A forward task also sends the
-        first half before it computes the second one. Other tasks send nothing here.
+        The first half is computed while the second half's rows arrive. A forward task also sends the first
+        half before it computes the second one. Other tasks send nothing here.
         """
         self._call_hook(TaskPhase.BEFORE_PULL)
         # The weights travel while the graph server prepares the rows.
@@ -385,7 +387,7 @@ class Worker:
         return [first_result, second_result], answers
 
     def _find_computation(self, task: Task, calls: _TaskCalls) -> TaskComputation:
-        """Return the computation of ``task``. Fetch the program if ``task`` is the first of its run."""
+        """Return the computation for ``task``. Fetch the program if ``task`` is the first in its run."""
         key = task.key
         run = (task.program, task.secrets, key.run)
 
@@ -425,7 +427,7 @@ def _compute_half(
 ) -> Computed:
     keys = None
     if computation.drops:
-        # There are as many keys as rows, even if the event states another number of rows.
+        # There are as many keys as rows, even if the event states another row count.
         first_id = task.first_row + half_rows(task.rows, half).start
         ids = torch.arange(first_id, first_id + len(rows[0]))
         keys = RowKeys(task.seed, task.key.epoch, ids)

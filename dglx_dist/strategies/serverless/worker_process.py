@@ -1,7 +1,7 @@
 """Worker processes: copies of one process that read tasks from a stream and answer on it.
 
-A line of input is ``{"event": ..., "fault": ...}``. Secrets arrive over the stream only. A worker ends with
-the process that starts workers, and the starting process ends with its graph server.
+An input line is ``{"event": ..., "fault": ...}``. Secrets arrive over the stream only. A worker ends with the
+process that starts workers, and the starting process ends with its graph server.
 """
 
 import os
@@ -31,7 +31,7 @@ _POLL_INTERVAL_S = 0.5
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of a worker."""
+    """One fault to inject into a worker."""
 
     place: TaskPhase
     seconds: Annotated[float, Within(0, MAX_SECONDS)] | None = None
@@ -40,12 +40,12 @@ class Fault:
 
 @final
 class FaultInjector:
-    """Phase hook of a Worker that triggers the next fault."""
+    """Phase hook for a Worker, which triggers the next fault."""
 
     def __init__(self, die: Callable[[], NoReturn]) -> None:
         self._die = die
         self.next: Fault | None = None
-        """Fault of the current or next task. It is reset once the fault has happened."""
+        """Fault for the current or next task. It is reset once the fault has happened."""
 
     def __call__(self, phase: TaskPhase) -> None:
         fault = self.next
@@ -88,9 +88,9 @@ def serve_starts(socket_number: int) -> None:
 
 
 def _serve_tasks(stream: int, errors: int) -> NoReturn:
-    """Run the tasks of ``stream`` in a new worker process, and end the process."""
+    """Run the tasks from ``stream`` in a new worker process, and end the process."""
     end_with_parent()
-    # Output of libraries goes to ``errors``, because it must not mix with the answers.
+    # Library output goes to ``errors``, because it must not mix with the answers.
     os.dup2(stream, 0)
     os.dup2(errors, 1)
     os.dup2(errors, 2)
@@ -103,7 +103,7 @@ def _serve_tasks(stream: int, errors: int) -> NoReturn:
 
 
 def _warm_up() -> None:
-    """Run typical operations. Workers need not repeat the imports and compilations of the first run."""
+    """Run typical operations. Workers then need not repeat a first run's imports and compilations."""
     rows = torch.ones(2, 2, requires_grad=True)
     loss = drop_rows(rows.mm(rows).relu(), 0.5, 0, RowKeys(0, 0, torch.arange(2))).sum()
     torch.autograd.grad(loss, rows, allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""AWS clients made with boto3, explained AWS errors, and the description of a deployment."""
+"""AWS clients made with boto3, explained AWS errors, and how a deployment is described."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.options import option
 
 Client: TypeAlias = Any
-"""A client of boto3, which creates its classes at run time, without types."""
+"""A boto3 client. boto3 creates its classes at run time, without types."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 60
 MAX_TRIES = 5
@@ -23,7 +23,7 @@ _FORBIDDEN = (
     *("SignatureDoesNotMatch", "InvalidSignatureException", "ExpiredTokenException", "ExpiredToken"),
 )
 TAG = "dglx_dist"
-"""Tag of resources that dglx created. Other resources are never changed or removed."""
+"""Tag on resources that dglx created. Other resources are never changed or removed."""
 MEMORY_MB = (128, 10_240)
 MAX_TIMEOUT_S = 900
 EVENT_AGE_S = 60
@@ -31,29 +31,29 @@ EVENT_AGE_S = 60
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NETWORK = "Network: a function must reach the graph servers"
 ARCHITECTURES = ("x86_64", "arm64")
-"""AWS's names of processors."""
+"""Processors as AWS names them."""
 _IMAGE = re.compile(r"[\w.-]+(:[0-9]+)?/[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Region or endpoint of AWS.
+    """An AWS region or endpoint.
 
     There is no field for credentials, because boto3 finds them as the AWS command line does: in the
-    environment, in ``~/.aws``, in a login, or in the role of the machine.
+    environment, in ``~/.aws``, in a login, or in the machine's role.
     """
 
     region: str | None = None
-    """Name of the region, such as "eu-west-1", or None for boto3's default."""
+    """The region's name, such as "eu-west-1", or None for boto3's default."""
     endpoint_url: str | None = None
     """Address of an AWS-compatible service, or None for AWS itself."""
 
     def client(self, service: str, *, connections: int = 10, timeout_s: float = READ_TIMEOUT_S) -> Client:
-        """Return a thread-safe client of ``service``, such as "lambda".
+        """Return a thread-safe client for ``service``, such as "lambda".
 
-        ``connections`` is the number of concurrent calls. Raises ConfigError if boto3 is not installed, or
-        finds no region or not the configured profile.
+        ``connections`` limits concurrent calls. Raises ConfigError if boto3 is not installed, or finds no
+        region or not the configured profile.
         """
         try:
             from botocore.config import Config
@@ -80,14 +80,14 @@ class Place:
 
 
 def is_amazon(client: Client) -> bool:
-    """Whether ``client`` calls AWS itself. Settings of boto3 may name another endpoint, too."""
+    """Return whether ``client`` calls AWS itself. boto3's settings may name another endpoint, too."""
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZON)
 
 
 @contextmanager
 def explain_errors(purpose: str) -> Iterator[None]:
-    """Turn errors of boto3 into a ConfigError or PeerError that says ``purpose`` failed and how to fix it."""
+    """Turn boto3's errors into a ConfigError or PeerError that says ``purpose`` failed and how to fix it."""
     from botocore import exceptions as boto
 
     try:
@@ -103,7 +103,7 @@ def explain_errors(purpose: str) -> Iterator[None]:
 
 
 def _find_remedy(error: Exception) -> str:
-    """Return what to do about an error from boto3, as the end of a message, or ""."""
+    """Return what to do about an error from boto3, to append to a message, or ""."""
     from botocore import exceptions as boto
 
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
@@ -186,6 +186,6 @@ class Deployment:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError if ``name`` is no valid name of a function."""
+    """Raise ConfigError if ``name`` is no valid function name."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r} is not a valid function name; give 1 to 64 letters, digits, - and _")

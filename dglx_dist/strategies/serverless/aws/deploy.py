@@ -1,4 +1,4 @@
-"""Deploys, tests and removes the AWS Lambda function of workers, and writes the context of its image.
+"""Deploys, tests and removes the AWS Lambda function for workers, and writes its image's context.
 
 Each change is announced before it is made.
 """
@@ -60,7 +60,7 @@ from dglx_dist.strategies.serverless.worker import WorkerAnswer
 _MANAGED = "arn:aws:iam::aws:policy/service-role/"
 LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"
 VPC_POLICY = f"{_MANAGED}AWSLambdaVPCAccessExecutionRole"
-"""LOG_POLICY plus the network interfaces of a function in a VPC."""
+"""LOG_POLICY plus the network interfaces that a function in a VPC needs."""
 _TRUST = {
     "Version": "2012-10-17",
     "Statement": [
@@ -68,7 +68,7 @@ _TRUST = {
     ],
 }
 ACTIVE_TIMEOUT_S = 300.0
-"""Seconds until a function must be active. The first network interfaces of a VPC take a minute or two."""
+"""Seconds until a function must be active. A VPC's first network interfaces take a minute or two."""
 ROLE_TIMEOUT_S = 60.0
 _NO_RETRIES = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
 _POLL_INTERVAL_S = 1
@@ -81,7 +81,7 @@ _MAX_LOG = 1500
 
 @final
 class Changes:
-    """Announces each change of AWS, such as "create the function dglx-worker", and then makes it.
+    """Announces each change to AWS, such as "create the function dglx-worker", and then makes it.
 
     After an error, the next deployment resumes with what is missing.
     """
@@ -200,7 +200,8 @@ def remove(name: str, place: Place, change: Changes) -> None:
     role = _find_role(iam, default_role(name))
     has_role = role is not None and _find_owner(role) == name
 
-    # A log has no tag of its creator, so it is deleted together with a function or role that has a tag.
+    # A log has no tag that names its creator, so it is deleted together with a function or role that has a
+    # tag.
     group = f"/aws/lambda/{name}"
     has_log = False
     if function is not None or has_role:
@@ -221,7 +222,7 @@ def default_role(function: str) -> str:
 
 
 def _role_arn(deployment: Deployment, change: Changes) -> str | None:
-    """Return the ARN of the given execution role, or of a role that is created for the function.
+    """Return the ARN for the given execution role, or for a role that is created for the function.
 
     Return None if a dry run does not create the role. Raises ConfigError if the given role does not exist.
     """
@@ -239,7 +240,7 @@ def _role_arn(deployment: Deployment, change: Changes) -> str | None:
 
 
 def _make_role(deployment: Deployment, iam: Client, change: Changes) -> str | None:
-    """Create the default role of the function, or complete an existing one, and return its ARN."""
+    """Create the function's default role, or complete an existing one, and return its ARN."""
     name = default_role(deployment.name)
     role = _find_role(iam, name)
     policies: list[str] = []
@@ -351,21 +352,21 @@ def try_function(
 
     Args:
         say: Called with a message that has the address at which this process serves.
-        address: Numeric address of this machine that the function can reach. If None, the address by which
+        address: Numeric address at which the function can reach this machine. If None, the address by which
             this machine reaches AWS.
 
     Raises:
         ConfigError: the function does not exist, permission is missing, or its results are wrong.
         RemoteError: the function failed. The message ends with its log.
     """
-    # The invocation is synchronous, so the client waits for the longest time-out of a function.
+    # The invocation is synchronous, so the client waits for a function's longest time-out.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
     url = urlsplit(client.meta.endpoint_url)
     secret = secrets.token_hex(32)
     if not address:
         port = url.port or 443
         address = find_address_towards(url.hostname, port, f"AWS at {url.hostname}", "give --address")
-    # An address of another machine is refused here, with a message that says so.
+    # Another machine's address is refused here, with a message that says so.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -398,7 +399,7 @@ class _Linear(nn.Module):
 
 @final
 class _Trial:
-    """The servers of a small task, and the check of its results."""
+    """The servers for a small task, and the check on its results."""
 
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint = endpoint
@@ -454,7 +455,7 @@ class _Trial:
         return seconds, worker_answer
 
     def _check(self, name: str, key: TaskKey) -> None:
-        """Raise ConfigError if results of the task ``key`` are missing or wrong."""
+        """Raise ConfigError if results for the task ``key`` are missing or wrong."""
         first_name = attempt_name(key, 0, 0)
         second_name = attempt_name(key, 1, 0)
         if not self._results.keys() >= {first_name, second_name, str(key)}:
@@ -465,7 +466,7 @@ class _Trial:
         expected = self._work.compute_halves(self._weights, self._arrays, ROWS, keys)
         expected_results = [*expected.rows, *expected.gradients]
 
-        # BLAS kernels of another processor round sums differently, so the bits may differ.
+        # BLAS kernels for another processor round sums differently, so the bits may differ.
         for result, reference in zip([*rows, *self._results[str(key)]], expected_results, strict=True):
             if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):
                 worst = float(np.max(np.abs(result - reference)))
@@ -484,7 +485,7 @@ class _Trial:
 
 
 def _read_reason(payload: bytes) -> str:
-    """Return the error message in the payload of a failed function, or the payload itself."""
+    """Return the error message in a failed function's payload, or the payload itself."""
     try:
         answer = json.loads(payload)
     except ValueError:
@@ -512,7 +513,7 @@ def write_context(folder: Path, python: str = "3.12") -> None:
     """Write a Dockerfile and the package's code to ``folder``, which must not exist or be empty.
 
     Args:
-        python: Version of Python in the image.
+        python: Python version in the image.
 
     Raises:
         ConfigError: the folder has files.

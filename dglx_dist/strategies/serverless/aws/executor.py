@@ -45,9 +45,9 @@ MAX_REQUESTS = 32
 
 
 def read_report(line: str) -> tuple[str, Invocation] | None:
-    """Return the id of a request and its invocation from a log line, or None if the line is no REPORT.
+    """Return a request's id and its invocation from a log line, or None if the line is no REPORT.
 
-    The duration includes the start of a container if AWS bills the start.
+    The duration includes a container's start if AWS bills the start.
     """
     report = _REPORT.search(line)
     if report is None:
@@ -62,7 +62,7 @@ def read_report(line: str) -> tuple[str, Invocation] | None:
 
 @final
 class ReportReader:
-    """Polls the log of a function in a thread for the durations of expected invocations.
+    """Polls a function's log in a thread for how long expected invocations took.
 
     Log lines arrive seconds late. The reader needs the permission ``logs:FilterLogEvents``. Without the
     permission it logs one warning, and durations stay unknown.
@@ -81,7 +81,7 @@ class ReportReader:
         self._thread.start()
 
     def expect(self, request: str) -> None:
-        """Look for the report of the invocation ``request``."""
+        """Look for the report on the invocation ``request``."""
         with self._lock:
             self._expected_requests.add(request)
 
@@ -175,7 +175,7 @@ class AwsExecutor(Executor):
         super().__init__(lambda: poster, context.notice, memory_mb=memory_mb, billed=False)
 
     def size(self, workers: int) -> None:
-        # AWS starts a worker for each event, and the controller limits the number of events.
+        # AWS starts a worker for each event, and the controller limits how many events there are.
         super().size(min(workers, MAX_REQUESTS))
 
     def take_billed(self) -> list[Invocation]:

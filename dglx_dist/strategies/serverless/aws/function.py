@@ -1,4 +1,4 @@
-"""Entry point of the AWS Lambda function."""
+"""Entry point for the AWS Lambda function."""
 
 import base64
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.serverless.worker import RemoteCaller, Worker
 
-# A functions service keeps the modules of a warm container and nothing else, so the state between
-# invocations is a module variable. No connection is opened before the first event.
+# A functions service keeps a warm container's modules and nothing else, so the state between invocations is a
+# module variable. No connection is opened before the first event.
 _WORKER = Worker(RemoteCaller())
 
 
 def handler(event: object, context: object = None) -> dict[str, Json]:
-    """Run the task of ``event``, or of the body if it is an HTTP request; see ``Worker.handle``."""
+    """Run the task in ``event``, or in its body if it is an HTTP request; see ``Worker.handle``."""
     request = event if isinstance(event, Mapping) else {}
     body = request.get("body")
     if not isinstance(body, str):

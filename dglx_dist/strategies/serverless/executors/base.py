@@ -1,4 +1,4 @@
-"""Executors: pools of workers that run tasks."""
+"""Executors: worker pools that run tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dglx_dist.strategies.serverless.worker_process import Fault
 
 MemoryMb: TypeAlias = Annotated[int, Within(1, 1 << 20)]
 DEFAULT_MEMORY_MB = 192
-"""Memory of a function in the paper."""
+"""Memory of a function in the paper, in MB."""
 log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -31,12 +31,12 @@ _CLOSE_TIMEOUT_S = 10.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExecutorContext:
-    """Facilities that a graph server provides to its executor."""
+    """Resources that a graph server provides to its executor."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    """Folder in which the executor may create one of its own, which it removes when it is closed."""
+    """Folder in which the executor may create its own folder, which it removes when it is closed."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)
-    """Handlers of a worker's operations, for executors in this process."""
+    """Handlers for a worker's operations, for executors in this process."""
     notice: Callable[[], None] = lambda: None
     """Called on any thread when :meth:`Executor.take_lost` has a new attempt. It must return quickly."""
 
@@ -54,7 +54,7 @@ class Lost:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """One finished call of a worker, as a functions service bills it."""
+    """One finished call to a worker, as a functions service bills it."""
 
     duration_s: float
     cold: bool
@@ -63,19 +63,19 @@ class Invocation:
 
 
 def names_of(record_type: type) -> tuple[str, ...]:
-    """Return the names of the options that are the fields of ``record_type``."""
+    """Return the option names, which are the fields in ``record_type``."""
     return tuple(option.name for option in fields(record_type))
 
 
 class WorkerHandle(ABC):
-    """One worker of a pool. Any thread may call :meth:`stop`. One thread calls the other methods."""
+    """One worker in a pool. Any thread may call :meth:`stop`. One thread calls the other methods."""
 
     @abstractmethod
     def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
         """Run a task and wait for its end. Return None if a service accepted the task and reports no end.
 
-        Raises DglxError if the worker died or failed. After a death the next call starts another worker.
-        Only workers of this machine have a ``fault``.
+        Raises DglxError if the worker died or failed. After a death the next call starts another worker. Only
+        workers on this machine have a ``fault``.
         """
 
     @abstractmethod
@@ -94,15 +94,15 @@ class Executor:
     parameter server. So an executor may lose an attempt without a report, and the caller watches the time.
 
     A worker is late when its task is sent again. A late worker may hang forever, so it no longer occupies a
-    slot, and a new worker may start. At most as many workers as there are slots are late at once. A late
-    worker that returns ends if all slots are taken. ``make`` creates a worker quickly: steps that take time
-    or may fail belong to ``invoke``.
+    slot, and a new worker may start. There are never more late workers than slots. A late worker that returns
+    ends if all slots are taken. ``make`` creates a worker quickly: steps that take time or may fail belong to
+    ``invoke``.
     """
 
     simulated: bool = True
     """Whether no provider is paid, so that dollars are an estimate."""
     in_process: ClassVar[bool] = False
-    """Whether workers are threads of this process, so that no function is paid for."""
+    """Whether workers are threads in this process, so that no function is paid for."""
     option_names: ClassVar[tuple[str, ...]] = ()
     """All supported options. Other options are rejected before anything is opened."""
 
@@ -129,7 +129,7 @@ class Executor:
         self._billed: list[Invocation] = []
 
     def fault_of(self, task: Task) -> Fault | None:
-        """Return the fault that the worker of ``task`` has. Tests and simulations replace this method."""
+        """Return the fault to inject into ``task``'s worker. Tests and simulations replace this method."""
         return None
 
     def invoke(self, task: Task) -> None:
@@ -254,7 +254,7 @@ class Executor:
             worker.end()
 
     def _invoke(self, worker: WorkerHandle, task: Task) -> tuple[Invocation | None, str]:
-        """Return the invocation, or None if it is not billed here, and the reason of a failure, or ""."""
+        """Return the invocation, or None if it is not billed here, and a failure's reason, or ""."""
         start_s = time.monotonic()
         try:
             answer = worker.invoke(task, self.fault_of(task))

@@ -27,7 +27,7 @@ from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswe
 from dglx_dist.strategies.serverless.worker_process import Fault
 
 _LONGEST_ANSWER = 500
-"""Maximum length of the part of an unexpected answer that a message shows."""
+"""Maximum length up to which a message shows an unexpected answer."""
 _Text: TypeAlias = Annotated[str, Within(1, 4096)]
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 
@@ -54,9 +54,9 @@ class HttpExecutor(Executor):
     """Posts events to one URL over persistent connections, one per worker. Options: :class:`HttpOptions`.
 
     The service answers 200 with a ``WorkerAnswer``. If it only accepts the event, it answers 202 or 204, and
-    nothing is billed here. Any other answer is a lost attempt. Certificates are verified by those of the
-    system, or of ``SSL_CERT_FILE``. An event contains the workers' secret, so plain http is limited to this
-    machine. Workers that the service has started continue after :meth:`close` until they are rejected.
+    nothing is billed here. Any other answer is a lost attempt. Certificates are verified by the system's, or
+    by ``SSL_CERT_FILE``. An event contains the workers' secret, so plain http is limited to this machine.
+    Workers that the service has started continue after :meth:`close` until they are rejected.
     """
 
     option_names = names_of(HttpOptions)
@@ -146,19 +146,19 @@ class _Connection(WorkerHandle):
             return self._post_once(event)
 
     def _post_once(self, event: bytes) -> tuple[int, bytes]:
-        """Return the status and the body of the answer, which has at most one byte more than allowed."""
+        """Return the answer's status and body, which has at most one byte more than allowed."""
         self._connection.request("POST", self._path, event, self._headers)
         response = self._connection.getresponse()
         body = response.read(MAX_ANSWER_BYTES + 1)
         self._has_answered = True
         if len(body) > MAX_ANSWER_BYTES:
-            # The unread part of the answer would be taken for the next answer.
+            # The unread part would be taken for the next answer.
             self._connection.close()
         return response.status, body
 
 
 def _parse_url(options: HttpOptions) -> SplitResult:
-    """Return the parts of the option ``url``. Raises ConfigError if events must not be sent there."""
+    """Split the option ``url`` into its parts. Raises ConfigError if events must not be sent there."""
     text = options.url
     try:
         url = urlsplit(text)

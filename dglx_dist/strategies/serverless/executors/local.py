@@ -1,5 +1,8 @@
-"""Executors on this machine: ``local``, whose workers are isolated processes, and ``inline``, whose workers
-are threads of the graph server (the paper's CPU-only servers)."""
+"""Executors on this machine.
+
+``local`` workers are isolated processes. ``inline`` workers are threads in the graph server (the paper's
+CPU-only servers).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ sys.path.append(folder)
 from dglx_dist.strategies.serverless.worker_process import serve_starts
 serve_starts(int(number))
 """
-# A function has less than one core, so threads of BLAS would only compete.
+# A function has less than one core, so BLAS threads would only compete.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -54,13 +57,15 @@ _DECIDES_BITS = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPY_DISABLE_CPU_FEATURES"),
     *("NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
 )
-"""Variables by which torch and its libraries choose kernels. Other variables may contain secrets, and are
-never passed to workers."""
+"""Variables by which torch and its libraries choose kernels.
+
+Other variables may contain secrets, and are never passed to workers.
+"""
 _MAX_OUTPUT, _START_S = 2000, 120.0
 
 
 def arithmetic_variables() -> dict[str, str]:
-    """Return the environment variables of this process that affect the bits of a result."""
+    """Return this process's environment variables that affect a result's bits."""
     return {name: value for name, value in copy_environment().items() if name in _DECIDES_BITS}
 
 
@@ -105,15 +110,15 @@ def _find_starter() -> _Starter:
 
 @final
 class _Starter:
-    """The process that starts workers as copies of itself. Thread-safe."""
+    """The process that starts workers by copying itself. Thread-safe."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_START_S)
         self._lock = threading.Lock()
 
-        # The option -I keeps out the user's environment and folder. In a session of its own the process does
-        # not get Ctrl-C, which is meant for the graph server. Workers end with the graph server.
+        # The option -I keeps out the user's environment and folder. In its own session the process does not
+        # get Ctrl-C, which is meant for the graph server. Workers end with the graph server.
         package_folder = Path(dglx_dist.__file__).parent.parent
         arguments = [str(child_socket.fileno()), str(package_folder)]
         self._process = subprocess.Popen(
@@ -206,7 +211,7 @@ class _Process(WorkerHandle):
             self._process = None
 
     def _report_end(self) -> str:
-        """Return the end of the output of the dead process, and release its files."""
+        """Return how the dead process's output ends, and release its files."""
         process = self._process
         assert process is not None
         output_bytes = self._output.seek(0, 2)
