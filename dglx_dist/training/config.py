@@ -189,6 +189,12 @@ class RunOptions:
         metavar="FRACTION",
         check=Check(lambda fraction: 0 < fraction < 1, "above 0 and below 1"),
     )
+    eval_activations: Literal["float16", "bfloat16"] | None = _of_run(
+        None,
+        "float16 or bfloat16 keeps the rows between the layers of evaluations in half of the memory. Then "
+        "metrics are not exact.",
+        check=one_of("float16", "bfloat16"),
+    )
     patience: int | None = _of_run(
         None,
         "Number of evaluations without improvement after which training stops. The first --metric on the "
@@ -263,12 +269,13 @@ def check_run(config: RunOptions) -> None:
 
     # A function that evaluates takes no sample. FitConfig has one for links, too.
     has_own_evaluation = getattr(config, "evaluate", None) is not None or not isinstance(config.task, str)
-    if config.eval_sample is not None and (config.task == LINK or has_own_evaluation):
-        raise ConfigError(
-            f"--eval-sample {config.eval_sample} estimates metrics of nodes, but this run evaluates "
-            f"{'links' if config.task == LINK else 'with a function of its own'}. Remove it, or raise "
-            "--eval-every."
-        )
+    for flag, value in (("sample", config.eval_sample), ("activations", config.eval_activations)):
+        if value is not None and (config.task == LINK or has_own_evaluation):
+            raise ConfigError(
+                f"--eval-{flag} {value} is for metrics of nodes, but this run evaluates "
+                f"{'links' if config.task == LINK else 'with a function of its own'}. Remove it, or raise "
+                "--eval-every."
+            )
 
     if config.warmup >= config.epochs and config.warmup:
         raise ConfigError(
@@ -660,7 +667,7 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *("epochs", "eval_every", "eval_sample", "patience", "min_delta", "metric"),
+    *("epochs", "eval_every", "eval_sample", "eval_activations", "patience", "min_delta", "metric"),
     *("checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),

@@ -36,10 +36,12 @@ def check_fraction(fraction: float) -> None:
 
 
 def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float | None) -> DistTensor | None:
-    """Return marks of the nodes in one of ``masks``, or None if they are nearly all. All ranks call this.
+    """Return marks of the nodes in one of ``masks``, or None for all nodes. Every rank must call this.
 
     With a ``fraction``, a node is marked with this probability.
     """
+    if not masks:
+        return None
     marks = make_marks(g, ntype)
     data = g.nodes[ntype].data
     num_marked = 0

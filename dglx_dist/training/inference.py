@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import dgl
@@ -29,12 +28,13 @@ from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
 from dglx_dist.internals.cpu_kernels import correct_kernels, note_edge_order
 from dglx_dist.internals.graphs import get_block_parts
 from dglx_dist.internals.message_passing import place
-from dglx_dist.layers.tracer import MODEL_ERRORS, preserve_state, random_block, trace_calls
+from dglx_dist.layers.tracer import preserve_state
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
 from dglx_dist.training.eval_sample import check_fraction, estimate_all, mark_targets
+from dglx_dist.training.layer_check import check_layers
 from dglx_dist.training.models import InferenceLayer
 from dglx_dist.training.needed_nodes import Marks, list_needed
 from dglx_dist.training.node_batches import MIN_NODES, BatchLimits, ServerNodes
@@ -212,6 +212,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     nodes: Marks | None = None,
     mask: str | None = None,
     edge_feats: EdgeNames = (),
+    hidden_dtype: torch.dtype | None = None,
 ) -> Any:
     """Compute every layer once for every node, over all neighbours. Every rank must call this.
 
@@ -242,6 +243,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         mask: Edge data of every edge type that marks the edges to use. None: all. Degrees count all edges.
         edge_feats: Names of edge data for the blocks, or names by edge type, as a sampler's
             ``prefetch_edge_feats``.
+        hidden_dtype: ``torch.float16`` or ``torch.bfloat16`` to keep the rows between layers in half of the
+            memory, with rounding. Layers get them in the model's dtype.
 
     Returns:
         (N, C) in the model's dtype, rows by the ids of ``g``, or such tensors in the structure of the last
@@ -249,7 +252,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
 
     Raises:
         ConfigError: on all ranks, if the model does not define its layers, a type has no input, or a layer
-            does not return one row for each destination.
+            does not return one row for each destination, or a row does not fit ``hidden_dtype``.
     """
     module = gather_module(model)
     steps = list_layers(module, layers, between)
@@ -261,7 +264,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
     passes = [make_pass(step) for step in steps]
     maker = open_neighborhood_maker(g, 1, mask, edge_feats)
-    return _infer(module, g, maker, passes, rows, batch_size, ntypes, nodes)
+    return _infer(module, g, maker, passes, rows, batch_size, ntypes, nodes, hidden_dtype)
 
 
 def _read_edge_columns(g: DistGraph, edge_feats: EdgeNames) -> dict[str, DistTensor]:
@@ -302,7 +305,7 @@ def minibatch_inference(  # noqa: PLR0913 - all but three have defaults
     return _infer(module, g, maker, [module], rows, batch_size, ntypes, nodes)
 
 
-def _infer(
+def _infer(  # noqa: PLR0913 - the arguments of two public functions
     module: nn.Module,
     g: DistGraph,
     maker: NodeMaker,
@@ -311,6 +314,7 @@ def _infer(
     batch_size: int | None,
     ntypes: Sequence[str] | None,
     nodes: Marks | None,
+    hidden_dtype: torch.dtype | None = None,
 ) -> Any:
     """Compute the passes in turn on the blocks of ``maker``. Every rank must call this."""
     check_replicas(dict(module.named_parameters()), g.session)
@@ -318,14 +322,25 @@ def _infer(
     needed = list_needed(g, nodes, len(passes))
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
-            # The first pass converts the features. Later passes read results in the dtypes of the model.
-            dtype = target.dtype if depth == 0 else None
+            # The first pass converts the features. Later passes read results in the dtypes of the model,
+            # unless these are kept in another one.
+            dtypes = {}
+            for path, tensor in rows.items():
+                is_converted = depth == 0 or tensor.dtype == hidden_dtype
+                dtypes[path] = target.dtype if is_converted else tensor.dtype
+            is_last = depth == len(passes) - 1
             stages = PassStages(
-                g=g, maker=maker, run_pass=run_pass, rows=rows, device=target.device, dtype=dtype
+                g=g,
+                maker=maker,
+                run_pass=run_pass,
+                rows=rows,
+                device=target.device,
+                dtypes=dtypes,
+                kept_dtype=None if is_last else hidden_dtype,
             )
 
             out_types: Sequence[str] = g.ntypes
-            if ntypes is not None and depth == len(passes) - 1:
+            if ntypes is not None and is_last:
                 out_types = list_names(ntypes)
             # A pass over few nodes reads a small share of the halo.
             with hold_halo(g, stages.group_keys() if needed[depth] is None else {}):
@@ -335,7 +350,7 @@ def _infer(
 
             # The rows of the first pass and the marks of the last pass are the caller's and must remain.
             used_rows = [] if depth == 0 else [*rows.values()]
-            if depth < len(passes) - 1:
+            if not is_last:
                 used_rows += (needed[depth] or {}).values()
             for tensor in used_rows:
                 tensor.delete()
@@ -355,8 +370,10 @@ class PassStages:
     rows: _Rows
     """Input of the pass."""
     device: torch.device
-    dtype: torch.dtype | None
-    """Dtype of the input. None keeps the dtypes of ``rows``."""
+    dtypes: Mapping[Path, torch.dtype]
+    """Dtypes in which the pass gets the ``rows``."""
+    kept_dtype: torch.dtype | None = None
+    """Dtype in which floating-point results are kept. None: that of the results."""
 
     def choose_limits(self, batch_size: int | None) -> BatchLimits:
         """Return the limits of batches of ``batch_size`` nodes. None: as many as memory allows."""
@@ -364,10 +381,10 @@ class PassStages:
             return BatchLimits.from_batch_size(batch_size)
         if self.device.type != "cpu":
             return BatchLimits.from_batch_size(MIN_NODES)
-        dtypes = [self.dtype or tensor.dtype for tensor in self.rows.values()]
-        widths = [math.prod(tensor.shape[1:]) for tensor in self.rows.values()]
-        row_bytes = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
-        return BatchLimits.from_memory(self.g.session, row_bytes)
+        row_bytes = []
+        for path, tensor in self.rows.items():
+            row_bytes.append(math.prod(tensor.shape[1:]) * self.dtypes[path].itemsize)
+        return BatchLimits.from_memory(self.g.session, max(row_bytes))
 
     def group_keys(self) -> dict[str, list[str]]:
         """Return the keys of the input rows in the store, by node type."""
@@ -381,13 +398,24 @@ class PassStages:
         return load_batch(self.maker, ntype, ids, self._read_sources)
 
     def run(self, batch: Batch) -> dict[Path, Tensor]:
-        return run_batch(self.run_pass, self.g, batch, self.device)
+        leaves = run_batch(self.run_pass, self.g, batch, self.device)
+        if self.kept_dtype is None:
+            return leaves
+        kept_leaves = {}
+        for path, rows in leaves.items():
+            kept_leaves[path] = rows.to(self.kept_dtype) if rows.is_floating_point() else rows
+            if not torch.equal(kept_leaves[path].isfinite(), rows.isfinite()):
+                raise ConfigError(
+                    f"a layer returns values up to {float(rows.abs().max()):.3g}, which do not fit "
+                    f"{self.kept_dtype}. Use torch.bfloat16, or leave hidden_dtype out."
+                )
+        return kept_leaves
 
     def _read_sources(self, block: Any) -> dict[Path, Tensor]:
         inputs = {}
         for path, tensor in self.rows.items():
             source_ids = block.srcnodes[find_type(path, self.g)].data[dgl.NID]
-            inputs[path] = tensor[source_ids].to(self.dtype or tensor.dtype)
+            inputs[path] = tensor[source_ids].to(self.dtypes[path])
         return inputs
 
 
@@ -609,6 +637,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     metrics: Sequence[str] = (),
     edge_feats: EdgeNames = (),
     sample: float | None = None,
+    hidden_dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
     """Return the exact accuracy within each mask, equal on every rank. Every rank must call this.
 
@@ -624,7 +653,8 @@ def evaluate(  # noqa: PLR0913 - all optional
         num_layers: Number of blocks of a model without ``inference_layers()``. Each batch then computes its
             whole neighbourhood (:func:`minibatch_inference`).
         ntype: Type of the classified nodes. Optional if only one type has ``label``.
-        feature: See :func:`layerwise_inference`, also for ``batch_size``, ``inputs`` and ``edge_feats``.
+        feature: See :func:`layerwise_inference`, also for ``batch_size``, ``inputs``, ``edge_feats`` and
+            ``hidden_dtype``, with which the result is not exact.
         output: Key or position of the scores, for a model with several outputs.
         task: ``classification``, ``multilabel`` or ``regression``. The last two have no accuracy by mask.
         metrics: Metrics of the ``task``, like ``f1_macro``.
@@ -654,7 +684,12 @@ def evaluate(  # noqa: PLR0913 - all optional
         "nodes": None if marks is None else {ntype: marks},
     }
     if num_layers is None:
-        results = layerwise_inference(model, g, **options)
+        results = layerwise_inference(model, g, **options, hidden_dtype=hidden_dtype)
+    elif hidden_dtype is not None:
+        raise ConfigError(
+            f"hidden_dtype={hidden_dtype} is for rows between layers, but num_layers={num_layers} keeps "
+            "none. Leave one of them out."
+        )
     else:
         # Neighbourhoods of several hops grow too fast to choose their size by the in-degrees.
         options["batch_size"] = MIN_NODES if batch_size is None else batch_size
@@ -783,110 +818,3 @@ def _measure_accuracy(
     for name, (num_correct, num_labelled) in zip(names, totals, strict=True):
         accuracy[name] = num_correct / num_labelled if num_labelled else math.nan
     return accuracy
-
-
-_NUM_CHECKED = 4  # destinations of the last random block in check_layers
-
-_REMEDY = (
-    "pass the function that forward() applies between its layers as between=, like F.relu, or define "
-    "inference_layers(), which returns one callable (block, h) -> h per layer"
-)
-
-
-def check_layers(
-    module: nn.Module,
-    layers: Sequence[Any],
-    steps: Sequence[Callable[[Any, Any], Any]],
-    width: int,
-    edges: Mapping[str, Any],
-) -> None:
-    """Raise ConfigError if a layer of ``module`` gets other rows from the ``steps`` than in ``forward``.
-
-    The module and the steps run on a small random batch. A module that fails on the batch is not checked.
-
-    Args:
-        layers: The user's layers. ``steps`` are these layers with the function between them.
-        width: Columns of the input.
-        edges: Edge columns by name. The batch gets random values in columns of their dtype and shape.
-    """
-
-    def run_in_turn(blocks: Sequence[Any], h: Any) -> None:
-        for step, block in zip(steps, blocks, strict=True):
-            h = step(block, h)
-
-    def run_on_graph(graphs: Sequence[Any], h: Any) -> Any:
-        return module(graphs[0], h)
-
-    if not any(isinstance(layer, nn.Module) for layer in layers):
-        return
-
-    weight = find_float_parameter(module)
-    generator = torch.Generator().manual_seed(0)
-    blocks, graph = _make_random_graphs(len(steps), edges, generator)
-    rows = torch.randn(blocks[0].num_src_nodes(), width, generator=generator).to(weight)
-
-    # A model takes one block per layer, or one graph. The check uses the first call that succeeds.
-    calls = (
-        (module, [block.to(weight.device) for block in blocks]),
-        (run_on_graph, [graph.to(weight.device)] * len(steps)),
-    )
-    for forward, batch in calls:
-        inputs = rows[: batch[0].num_src_nodes()]
-        try:
-            forward_rows = _find_rows(module, forward, batch, inputs)
-        except MODEL_ERRORS:
-            continue
-
-        try:
-            step_rows = _find_rows(module, run_in_turn, batch, inputs)
-        except MODEL_ERRORS as error:
-            raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
-        for depth, layer in enumerate(layers):
-            if _have_different_rows(forward_rows[id(layer)], step_rows[id(layer)]):
-                raise ConfigError(
-                    f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "
-                    f"would be wrong; {_REMEDY}"
-                )
-        return
-
-
-def _make_random_graphs(
-    num_blocks: int, edges: Mapping[str, Any], generator: torch.Generator
-) -> tuple[list[Any], Any]:
-    """Return blocks that fit each other, and a graph. Both have random values in the edge columns."""
-    # Each block has fewer nodes than the block before. The last one has ``_NUM_CHECKED`` destinations.
-    sizes = range(_NUM_CHECKED * (num_blocks + 1), 0, -_NUM_CHECKED)
-    blocks = []
-    for num_src, num_dst in pairwise(sizes):
-        blocks.append(random_block(num_dst, num_src, 3 * num_dst, generator))
-    graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
-    graph.ndata[dgl.NID] = graph.nodes()
-    for block in (*blocks, graph):
-        for name, column in edges.items():
-            values = torch.rand(block.num_edges(), *column.shape[1:], generator=generator)
-            block.edata[name] = values.to(column.dtype)
-    return blocks, graph
-
-
-def _find_rows(
-    module: nn.Module, run: Callable[..., object], blocks: Sequence[Any], rows: Tensor
-) -> Mapping[int, list[Tensor]]:
-    """Return the rows that each module gets in ``run``, by its identity. Its exceptions are passed on."""
-    rows_of: defaultdict[int, list[Tensor]] = defaultdict(list)
-    with torch.no_grad():
-        for call in trace_calls(module, blocks, rows, run):
-            rows_of[id(call.module)].append(call.rows)
-    return rows_of
-
-
-def _have_different_rows(forward_calls: Sequence[Tensor], step_calls: Sequence[Tensor]) -> bool:
-    """Return whether a layer got other rows. A layer that is not called exactly once is not compared."""
-    if len(forward_calls) != 1 or len(step_calls) != 1:
-        return False
-    rows = forward_calls[0].double()
-    expected_rows = step_calls[0].double()
-    if rows.shape != expected_rows.shape:
-        return True
-    # Values that cancel out are wrong by a share of the largest value, so the tolerance grows with it.
-    tolerance = 1e-4 * (1 + float(expected_rows.abs().max()))
-    return not torch.allclose(rows, expected_rows, rtol=1e-3, atol=tolerance)

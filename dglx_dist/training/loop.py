@@ -25,6 +25,7 @@ from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
+from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.records import STANDARD_ERROR, VALIDATION, EpochRecord
 from dglx_dist.strategies.base import EpochTrainer, WrappedModel, find_float_parameter
 from dglx_dist.training import checkpoint, tracing
@@ -509,6 +510,7 @@ class TrainingRun:
             "inputs": None if config.inputs is None else config.inputs.tensors,
             "task": config.task,
             "metrics": config.metric,
+            "hidden_dtype": config.eval_activations and torch_dtype(config.eval_activations),
         }
 
     def close(self, *, failed: bool) -> None:

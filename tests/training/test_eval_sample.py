@@ -203,5 +203,5 @@ def test_sample_is_refused_where_it_cannot_hold(folder: Path) -> None:
     config = FitConfig(epochs=1)
     with pytest.raises(ConfigError, match="eval_sample=1 must be above 0 and below 1"):
         replace(config, eval_sample=1)
-    with pytest.raises(ConfigError, match=r"--eval-sample 0.1 estimates .* a function of its own"):
+    with pytest.raises(ConfigError, match=r"--eval-sample 0.1 is for .* a function of its own"):
         replace(config, eval_sample=0.1, evaluate=LinkEvaluation)

@@ -1,6 +1,7 @@
 """Passes over all nodes: ranks of a server share them by work, and the next batch is loaded ahead."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph import cache
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.training import inference
-from dglx_dist.training.inference import layerwise_inference
+from dglx_dist.training.inference import evaluate, layerwise_inference
 from dglx_dist.training.node_batches import ServerNodes
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -119,3 +121,31 @@ def test_rows_of_another_server_arrive_once(tmp_path: Path, is_kept: bool) -> No
         else:
             assert pulled["cache"] == 0
             assert pulled["features"] > 2 * once
+
+
+def test_hidden_rows_are_kept_in_half_precision(folder: str) -> None:
+    kept_dtypes = []
+
+    def add_third(block: Any, rows: Any) -> Any:
+        kept_dtypes.append(rows.dtype)
+        total = rows[: block.num_dst_nodes()] + 1 / 3
+        return total, torch.full((block.num_dst_nodes(),), 70_000)
+
+    def double(block: Any, rows: Any) -> Any:
+        total, counts = rows
+        assert counts.tolist() == [70_000] * block.num_src_nodes()
+        kept_dtypes.append(total.dtype)
+        return 2 * total[: block.num_dst_nodes()]
+
+    model = torch.nn.Linear(1, 1)
+    with start_session():
+        g = DistGraph(folder)
+        infer = partial(layerwise_inference, model, g)
+        rows = infer(layers=[add_third, double], hidden_dtype=torch.float16)[:]
+        # The row of the first layer is rounded, and the layers and the result are float32.
+        assert torch.equal(rows, torch.full((NODES, 2), 4 / 3).half().float() * 2)
+        assert {*kept_dtypes} == {torch.float32} == {rows.dtype}
+        with pytest.raises(ConfigError, match=r"values up to 7e\+04, which do not fit torch.float16"):
+            infer(layers=[lambda b, h: 7e4 * h[: b.num_dst_nodes()]] * 2, hidden_dtype=torch.float16)
+        with pytest.raises(ConfigError, match=r"hidden_dtype=torch\.float16 is for rows between layers"):
+            evaluate(model, g, [], num_layers=1, hidden_dtype=torch.float16, label="feat", task="regression")

@@ -93,7 +93,7 @@ def test_layers_of_an_evaluation_stay_on_the_device_of_the_model(dataset: str, k
             run_pass=make_pass(layer),
             rows=read_first_rows(g, "feat", None),
             device=META,
-            dtype=torch.float32,
+            dtypes={(): torch.float32},
         )
         (out,) = stages.run(stages.load(NODE_TYPE, np.arange(9))).values()
         assert out.is_meta

@@ -384,6 +384,7 @@ def test_every_option_is_known_to_change_the_steps_or_not() -> None:
         "epochs",
         "eval_every",
         "eval_sample",
+        "eval_activations",
         "patience",
         "min_delta",
         "checkpoint_every",
