@@ -496,13 +496,13 @@ class DistGraph(Shared):
         return self._structures[self._resolve_etype(etype, "an edge type")]
 
     def in_degrees(self, v: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Count the in-edges at each node in ``v``, or at all nodes. Return (K,) int64."""
+        """Return the (K,) int64 in-degrees for ``v``, or for all nodes."""
         structure = self.structure(etype)
         ids = as_ids_or_all(v, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. Reads all edges."""
+        """Return the (K,) int64 out-degrees for ``u``, or for all nodes. The first call reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
