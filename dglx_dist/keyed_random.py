@@ -455,7 +455,7 @@ def draw_by_source(
     edges: Array,
     used: int,
 ) -> Array:
-    """Draw sources, and append the global ids of those in-edges of ``nodes`` that come from drawn sources.
+    """Draw sources, and keep the in-edges of ``nodes`` from drawn sources. Append their global ids.
 
     This is LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023). Every source has one
     draw, and an edge is kept if the draw is below fan-out / in-degree at its destination. Destinations with

@@ -549,7 +549,7 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     user_function: str = ""
     """Name of an option that the user set to a function. Its draws may not be repeatable. Empty if none."""
     signature: str = ""
-    """String that is equal on ranks that draw the same pairs."""
+    """String that is equal on two ranks if they draw the same pairs."""
 
     def offline(self) -> EdgeMaker:
         if self.user_function:
@@ -706,8 +706,8 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         options: The same options as for :class:`DataLoader`. ``batch_size`` counts edges over all types.
 
     Raises:
-        ConfigError: on all ranks, if one rank has an unknown type, a repeated edge, wrong reverse edges or an
-            ``exclude`` mode without its options, or if ranks differ in ``batch_size`` or ``drop_last``.
+        ConfigError: on all ranks, if a rank has an unknown type, a repeated edge, wrong reverse edges or an
+            ``exclude`` mode without its options. Also if ranks differ in ``batch_size`` or ``drop_last``.
         IndexError: an id is not an edge. The other ranks raise ConfigError.
         PeerError: a rank did not take part.
     """

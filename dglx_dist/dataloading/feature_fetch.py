@@ -77,7 +77,7 @@ class RowMemory:
     def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
         """Return an uninitialised (``count``, *row) tensor for column ``key``. ``count`` may be 0.
 
-        The tensor is a view of the array that has been idle longest, or of an array that replaces it.
+        The tensor is a view of the longest idle array. If that is too small, a new array replaces it.
         """
         width = math.prod(info.row_shape)
         if count == 0 or width == 0:
@@ -107,7 +107,7 @@ class RowMemory:
         """Return an uninitialised array, in page-locked memory if batches go to a GPU."""
         if self.device.type != "cuda":
             return np.empty(shape, numpy_dtype(info.dtype))
-        # Keep the array that torch returns, because only that one counts as the views' base.
+        # Keep the array that torch returns, because it is the base of all views.
         dtype = torch.int16 if info.dtype == "bfloat16" else torch_dtype(info.dtype)
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()).numpy()
 
@@ -126,7 +126,7 @@ class RowMemory:
 
 
 def _count_references(arrays: Sequence[Array]) -> list[int]:
-    """Count the references to each array, including those that the loop in this function holds."""
+    """Count the references to each array, including the references that this function's loop holds."""
     # A comprehension would hold other references than this loop.
     counts = []
     for array in arrays:
@@ -170,7 +170,7 @@ class Columns:
         return {key: inputs.get(ntype, NO_ROWS) for ntype, _name, key in _iterate_columns(self.inputs)}
 
     def claim(self, store: KVStore) -> ClaimedRows:
-        """Reserve and return the input columns' look-ahead rows, except for those that another loader has."""
+        """Reserve and return the input columns' look-ahead rows. Skip those that another loader holds."""
         claimed_rows = {}
         for key in self.group_inputs({}):
             ahead = store.column(key).ahead
@@ -186,7 +186,7 @@ class Columns:
 WINDOW_BYTES = 256 << 20
 """Maximum total bytes in sampled batches that wait to be requested."""
 MAX_REQUESTED = 4
-"""Maximum number of batches whose rows are requested ahead of the delivered batch."""
+"""Maximum number of batches to request rows for ahead of the delivered batch."""
 
 
 class Sampled(Protocol):

@@ -88,11 +88,11 @@ def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, num
         sources: (K,) global ids, which may be repeated.
         nodes: Global ids by number. The first ``count`` are set. The length is at least ``count`` + K + 1,
             because an id is written before it is known to be new.
-        count: How many nodes the batch had before the call.
+        count: Number of nodes in the batch before the call.
         numbers: (K,) output.
 
     Returns:
-        How many nodes the batch has after the call.
+        Number of nodes in the batch after the call.
     """
     if len(table.keys) == 0:
         return int(_number_direct(table, sources, nodes, count, numbers))

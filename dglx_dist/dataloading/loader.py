@@ -55,8 +55,8 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     """Return the maker for a loader's batches. Every rank must call this.
 
     Raises ConfigError on all ranks if a rank's options do not fit its graph or its sampler, or if the ranks
-    have different samplers. Raises IndexError on a rank that excludes an edge which does not exist. The other
-    ranks then raise ConfigError.
+    have different samplers. If a rank excludes an edge that does not exist, it raises IndexError, and the
+    other ranks raise ConfigError.
     """
 
     def read_plan() -> tuple[Columns, DrawSettings | None, tuple[TreeRule, TimeColumns | None] | None]:

@@ -43,8 +43,8 @@ class UserColumns:
     def check_seeds(self, g: DistGraph, seeds: Any, item: Literal["node", "edge"]) -> None:
         """Raise ConfigError if ``seeds`` are ids from before ``dx.distribute``, which renumbers the graph.
 
-        That is certain if the seeds are the ids that one of the script's masks marks, but not those that the
-        same mask marks in the distributed graph.
+        That is certain if one of the script's masks holds for all seeds, but the same mask in the distributed
+        graph does not.
         """
         counts: dict[Any, int]
         frames: Any
@@ -166,8 +166,8 @@ def check_order(g: DistGraph, loader: Any, seeds: Any, item: Literal["node", "ed
 
     The loader's ``seeds`` are checked here. They are node or edge ids, as ``item`` tells. Later, the ids in
     the loader's first batch raise ConfigError if they index a column in the script's graph. Nothing is
-    checked with one part, because ids do not change. Raises ConfigError on all ranks if the seeds are the ids
-    that a mask marks.
+    checked with one part, because ids do not change. Raises ConfigError on all ranks if the seeds come from a
+    mask.
     """
     if g.dataset.manifest.num_parts == 1:
         return

@@ -224,8 +224,8 @@ class RemoteSource:
 
     For each hop and edge type, it sends 8 bytes per remote destination and receives 24 per sampled edge. A
     request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
-    ``graph.sampling.make_keyed_draw``. Its rule leaves out the edges that the loader excludes, but not those
-    that single batches exclude. Thread-safe.
+    ``graph.sampling.make_keyed_draw``. Its rule excludes the loader's excluded edges. Edges that a single
+    batch excludes travel with the request. Thread-safe.
 
     Args:
         known: In-edges that need no request: [hop][edge type], (ascending destinations, their in-edges).

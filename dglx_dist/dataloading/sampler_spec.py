@@ -242,7 +242,7 @@ K = TypeVar("K")
 
 
 def find_columns(g: DistGraph, plan: SamplePlan, memory: RowMemory) -> Columns:
-    """Return those columns in ``g`` that ``plan`` attaches. A ConfigError lists the existing ones."""
+    """Find the columns that ``plan`` attaches. A ConfigError lists the existing ones."""
     return Columns(
         inputs=_find_node_columns(g, plan.node_feats, "prefetch_node_feats"),
         targets=_find_node_columns(g, plan.labels, "prefetch_labels"),

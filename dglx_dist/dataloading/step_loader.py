@@ -462,7 +462,7 @@ def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
 STEPS_BETWEEN_CHECKS = 32
 """Minimum number of steps until the ranks compare their replicated weights again."""
 EARLY_CHECKS = (2, 4, 8, 16)
-"""Optimizer steps after which the weights are compared too, so that short loops are checked."""
+"""Optimizer steps that also compare the weights, so that short loops are checked."""
 _STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -586,7 +586,7 @@ class EpochLoader(ABC, Generic[B, T]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume after the position ``state``. The next iteration yields the epoch's remaining batches.
 
-        Raises CheckpointError if ``state`` is not a position of a loader with this seed and number of steps.
+        Raises CheckpointError if ``state`` comes from a loader with another seed or step count.
         """
         check_position(state, self.seed, len(self))
         self._epoch = int(state["epoch"])

@@ -185,8 +185,8 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
     :class:`ClusterGCNSampler` it yields ``graph``. A rank that has run out of seeds gets a graph without
     nodes.
 
-    Every batch fetches all in-edges at its nodes, 24 bytes per in-edge at a remote node. It then drops those
-    that come from nodes outside the batch.
+    Every batch fetches all in-edges at its nodes, 24 bytes per in-edge at a remote node. It then drops
+    in-edges from nodes outside the batch.
 
     Args:
         indices: This rank's seeds, see :class:`dglx_dist.dataloading.loader.DataLoader`, or (K,) clusters.

@@ -179,9 +179,9 @@ def reverse_edge_ids(
         none.
 
     Raises:
-        ConfigError: on all ranks, if their arguments differ, if the types do not join the same node types in
-            opposite directions, for ``half`` with an odd edge count or two types, or for ``position`` with
-            one type or different edge counts.
+        ConfigError: on all ranks, if their arguments differ, or the types do not join the same node types in
+            opposite directions. ``half`` needs one type and an even edge count. ``position`` needs two types
+            with equal edge counts.
     """
 
     def check_types() -> tuple[EdgeType, EdgeType]:

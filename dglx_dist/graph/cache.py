@@ -43,7 +43,7 @@ def compute_access_probability(
     fanouts: Sequence[Mapping[EdgeType, int]],
     batch_size: int,
 ) -> dict[str, Array]:
-    """Return how probably a rank's batch needs each node as an input (SALIENT++, section 3.2).
+    """Return the probability that a rank's batch needs each node as an input (SALIENT++, section 3.2).
 
     A seed is in a batch with p_0 = batch size / number of seeds. A node u in the batch draws k of its deg(u)
     in-edges at each later hop, as in DGL's blocks. Hops 1 to h miss an edge v -> u with probability
@@ -157,11 +157,9 @@ class CachePlan:
 
     policy: str
     rows: int
-    """How many rows from other servers the server keeps. With ``lookahead``, the maximum for this rank."""
+    """Number of rows that the server caches. With ``lookahead``, the maximum for this rank."""
     bytes: int
-    """Size in bytes, with the lookup table. With ``lookahead``, the table grows with the batches that are
-    known.
-    """
+    """Size in bytes with the lookup table. With ``lookahead``, the table grows with the known batches."""
     expected_hit_rate: float | None
     """Share of hits among remote rows that the policy's model predicts, or None if it has no model."""
 
@@ -242,7 +240,7 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
-    """Keep those rows from other servers that batches need most. Every rank passes the same request."""
+    """Cache the rows on other servers that batches need most. Every rank passes the same request."""
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
@@ -279,7 +277,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
     """Return the maximum number of rows that each rank on a server keeps with ``lookahead``.
 
-    ``local_range`` are the server's rows.
+    ``local_range`` holds the server's first row and end.
     """
     num_local_rows = local_range[1] - local_range[0]
     return min(int(alpha * num_local_rows) // num_ranks, num_rows - num_local_rows)
@@ -377,7 +375,7 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
 
 
 def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
-    """Return how probably this rank's batch needs each row. Not collective."""
+    """Return the probability that this rank's batch needs each row. Not collective."""
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(
@@ -400,7 +398,7 @@ def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
 
 
 def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
-    """Return this rank's training nodes by node type: the request's seeds, or those that the mask marks."""
+    """Return this rank's training nodes by node type, from the request's seeds or from the mask."""
     if request.seeds is not None:
         num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
         try:

@@ -272,8 +272,8 @@ class LookAheadRows:
         """Choose the rows to keep after the oldest announced batch.
 
         Announces more batches until a longer look-ahead could not choose better. ``plan`` holds the hits and
-        misses in the oldest batch. Returns a function that takes the batch's (K, *row) rows and copies those
-        to keep.
+        misses in the oldest batch. Returns a function from the batch's (K, *row) rows that copies the rows to
+        keep.
         """
         positions = np.concatenate([plan.hit_positions, plan.positions])
         num_hits = len(plan.hit_positions)
@@ -343,7 +343,7 @@ class Column:
     """The local server's rows, in id order."""
     writable: bool
     on_read: PullHandler | None = None
-    """Function that computes the rows that are read. Only for a tensor in memory."""
+    """Function that computes rows when they are read. Only for a tensor in memory."""
     on_push: PushHandler | None = None
     """Function that applies pushed rows."""
     cache: RowCache | None = None
@@ -351,9 +351,9 @@ class Column:
     ahead: LookAheadRows | None = None
     """Cached rows from other servers for the loader that has reserved them. It replaces ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Lock that this rank holds while it updates rows that it owns from their old values."""
+    """Lock for updates that depend on old values. This rank holds it while it updates its own rows."""
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """Counts of the rows that this rank requested: local, hits and misses, as in :class:`CacheCounts`."""
+    """Row counts for this rank's requests: local, hits and misses, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -437,7 +437,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCounts:
-    """Counts of the rows that this rank requested. Repeated ids count each time."""
+    """Row counts for this rank's requests. Repeated ids count each time."""
 
     local: int = 0
     """Rows on the local server."""
@@ -512,7 +512,7 @@ def _find_cut(next_use: Array, uses: Array, step: int, num_known: int) -> tuple[
         next_use: Next uses of the cached rows.
         uses: Next uses of the requested rows.
         step: Step of the oldest announced batch.
-        num_known: How many batches are known.
+        num_known: Number of known batches.
 
     Returns:
         Next use at the cut, how many cached and how many requested rows with this use are kept, and whether
@@ -546,7 +546,7 @@ def _assign_slots(
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give slots to those ``ids`` that are used before the cut. Take them from rows that are used after it.
+    """Give slots to the ``ids`` with a use before the cut. Take the slots from rows with a later use.
 
     Return the indices of the ids that got a slot, and their slots. ``cut`` is what :func:`_find_cut`
     returned.

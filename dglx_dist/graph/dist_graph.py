@@ -242,8 +242,8 @@ class DistGraph(Shared):
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
             are fewer parts than servers.
         StorageError: on all ranks, if a rank cannot open the dataset.
-        DatasetError: raised instead of StorageError, on the rank that checks the files, if an id is out of
-            range.
+        DatasetError: an id is out of range. The rank that checks the files raises this instead of
+            StorageError.
     """
 
     def __init__(
@@ -531,7 +531,7 @@ class DistGraph(Shared):
             seed_nodes: (K,) ids, or a dict from node type to ids.
             fanout: Maximum edges per node and edge type, -1 for all, or a dict by edge type.
             edge_dir: ``in``. Out-edges are stored with their destinations and cannot be drawn.
-            prob: Name of an edge tensor: weights, or a mask that marks the edges that may be drawn.
+            prob: Name of an edge tensor with weights, or with a mask for the edges that may be drawn.
             exclude_edges: Edge ids that are never drawn, or a dict from edge type to ids.
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.

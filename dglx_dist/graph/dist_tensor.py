@@ -224,8 +224,9 @@ class DistTensor(Shared):
         graph: Graph that the tensor belongs to. The default is the graph that was opened last.
 
     Raises:
-        ConfigError: on all ranks, if ranks disagree, memory is short, the shape fits no type or several, or
-            the name belongs to a tensor with another shape or dtype, or to any tensor if ``attach`` is False.
+        ConfigError: on all ranks, if ranks disagree, memory is short, or the shape fits no type or several.
+            Also if the name belongs to a tensor with another shape or dtype, or to any tensor and ``attach``
+            is False.
     """
 
     def __init__(  # noqa: PLR0913 - DGL's signature
@@ -297,7 +298,7 @@ class DistTensor(Shared):
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
-        """Return the nonzero ids that this rank gets, in the form that ``torch.nonzero`` returns.
+        """Return this rank's share of the nonzero ids, shaped like the result of ``torch.nonzero``.
 
         Scripts for one machine train on ``mask.nonzero()``. Here each rank gets the ids that
         ``dx.node_split`` assigns to it. Raises ConfigError if the tensor has more than one dimension.
@@ -715,7 +716,7 @@ class TypedViews(Generic[K, V]):
 
 
 class OpenedGraph(Protocol):
-    """Interface of :class:`DistGraph` for modules that it imports and that cannot import it."""
+    """Interface of :class:`DistGraph`, for modules that cannot import it because it imports them."""
 
     session: Session
     dataset: StoredDataset

@@ -55,7 +55,7 @@ MAX_BYTES = 64 << 20
 
 
 class _Message(NamedTuple):
-    """The share of a push that goes to one rank. ``arrays`` are the ids and their rows."""
+    """What a push sends to one rank. ``arrays`` are the ids and their rows."""
 
     rank: int
     arrays: list[Array]
@@ -216,7 +216,7 @@ class KVStore:
             ids: (K,) int64 ids in any order. Ids may be repeated.
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or a function that creates it
                 once the rows are waited for. The default is a new tensor.
-            distinct: Whether the caller guarantees that no id is repeated, which saves a search.
+            distinct: Whether the caller guarantees distinct ids, which saves a search.
             ahead: Look-ahead rows that the caller has reserved. ``ids`` must then be distinct and belong to
                 the oldest announced batch. Wait for the pulls in the order in which they were submitted.
             phase, layer: Keys of the traffic ledger.

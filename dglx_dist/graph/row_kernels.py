@@ -289,7 +289,7 @@ NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 def compute_table_sizes(num_cached: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
-    """Return the lengths of ``slots`` and ``keys``. The table shall hold ``num_cached`` from ``num_ids`` ids.
+    """Return the lengths of ``slots`` and ``keys`` for ``num_cached`` cached ids, all below ``num_ids``.
 
     A hash table is at most half full and takes 24 to 48 bytes per cached row. A direct table takes 4 bytes
     per id. A direct table is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
@@ -502,7 +502,7 @@ def check_summable(name: str, info: ColumnInfo) -> None:
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Sum those (K, *row) ``rows`` that belong to the same slot in ``plan``, ordered by position.
+    """Sum the (K, *row) ``rows`` by slot in ``plan``, ordered by position.
 
     Return (slots, *row) sums in the dtype that ``info`` names. Integers wrap around.
     """

@@ -120,7 +120,7 @@ class OwnedRows:
         self.owners = RowOwners(embedding.part_policy.bounds, topology)
         self.first, self.last = self.owners.get_range(topology.rank)
         self.steps = 0
-        """Counts updates to the parameter, including those that change no row on this rank."""
+        """Counts updates to the parameter, even if they change no row on this rank."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
         """Lock on the rows. Other optimizers and pushes that add hold it, too."""
 

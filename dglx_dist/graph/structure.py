@@ -63,9 +63,9 @@ PendingAnswers: TypeAlias = Callable[[], list[Array]]
 """Function that computes local answers, waits for the others and returns all. One thread calls it."""
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
-"""Function that draws in-edges. Its arguments are a piece of the structure, (k,) int64 global ids of nodes in
-it, parameters, and (X,) int64 ascending ids of edges that must not be drawn. For requests with rows, the ids
-are (C, k) int64 rows, see :meth:`Structure.submit`.
+"""Function that draws in-edges. Its arguments are a shard, (k,) int64 global node ids in the shard,
+parameters, and (X,) int64 ascending edge ids that must not be drawn. For requests with rows, (C, k) int64
+rows replace the node ids, see :meth:`Structure.submit`.
 """
 
 

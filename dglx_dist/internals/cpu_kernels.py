@@ -38,7 +38,7 @@ def correct_kernels() -> None:
 
 
 def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
-    """Remember that ``positions(ids, etype)`` returns the positions that edges have in the source's list.
+    """Remember ``positions``, which maps (ids, edge type) to positions in the source's edge list.
 
     Only a user-defined reduction calls the function. It is not collective. A copy of the ids loses it.
     """

@@ -92,7 +92,7 @@ def set_frame(block: Any, frame: Frame) -> None:
 
 
 def replace_columns(frame: Frame, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Replace the frame's columns by those that ``make`` returns for its stored columns by name."""
+    """Replace the frame's columns. ``make`` maps the stored columns by name to the new ones."""
     frame._columns = make(frame._columns)
 
 

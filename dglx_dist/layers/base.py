@@ -95,7 +95,7 @@ class SplittableConv(nn.Module, ABC):
     edge_arguments: tuple[str, ...] = ("edge_weight",)
     """Names of the per-edge arguments to :meth:`forward`."""
     required_edges: tuple[str, ...] = ()
-    """Names of the per-edge arguments that every call has, so that their bytes always count."""
+    """Names of per-edge arguments that are part of every call. Their bytes always count."""
     edges_by_column: tuple[str, ...] = ()
     """Names of (E1, F) per-edge values as wide as the uncut input. Each part gets its own columns."""
     sums_sources: bool = False
@@ -133,7 +133,7 @@ class SplittableConv(nn.Module, ABC):
 
     @property
     def width(self) -> int:
-        """Number of input columns that the layer has, or that this part has."""
+        """Number of input columns in the layer, or in this part of the layer."""
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
 
@@ -303,7 +303,7 @@ class SplittableConv(nn.Module, ABC):
     def _name_edges(
         self, positional: Sequence[Tensor | None], named: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        """Return a call's per-edge arguments by name, without those that are None."""
+        """Return a call's per-edge arguments by name. Arguments that are None are left out."""
         unknown_names = sorted(named.keys() - set(self.edge_arguments))
         if unknown_names or len(positional) > len(self.edge_arguments):
             expected = ", ".join(self.edge_arguments) or "nothing"
@@ -316,7 +316,7 @@ class SplittableConv(nn.Module, ABC):
 
 
 class SplitsTypes(ABC):
-    """A module for several node types that contains a first layer which splits by input columns."""
+    """A module for several node types. Its first layer splits by input columns."""
 
     @abstractmethod
     def make_first_stages(self, widths: Mapping[str, int]) -> SplittableConv:

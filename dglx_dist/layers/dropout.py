@@ -234,9 +234,9 @@ class _DropoutCall:
 class NodeDropouts:
     """State that all dropouts in a model share: the current pass, and the nodes or edges that rows belong to.
 
-    Rows outside a convolution belong to the first nodes in the pass, because a block's destinations come
-    first among its sources, from layer to layer (not in a pass over several node types). Within a module that
-    is called with a graph or a block, rows belong to its sources or edges.
+    Outside a convolution, rows belong to the first nodes in the pass, because a block's destinations come
+    first among its sources, from layer to layer. This does not hold in a pass over several node types. Within
+    a module that is called with a graph or a block, rows belong to its sources or edges.
 
     A layer that ``torch.utils.checkpoint`` recomputes gets the same masks. The state of torch's generator
     identifies its call, because checkpointing restores it, unlike a call counter. The state also identifies
