@@ -317,8 +317,10 @@ def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -
 def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, scores: Array) -> None:
     """Draw by weight without replacement (Efraimidis and Spirakis), with one keyed random number per edge.
 
-    ``out`` receives the len(out) candidates with the smallest scores -log(u) / weight. ``scores`` is a
-    workspace with the same length, which an insertion sort keeps in order.
+    Args:
+        candidates: Positions of the edges to draw from.
+        out: Output. It receives the len(out) candidates with the smallest scores -log(u) / weight.
+        scores: Workspace with the same length, which an insertion sort keeps in order.
     """
     num_kept = 0
     for position in candidates:
@@ -361,9 +363,14 @@ def _draw_weighted_with_replacement(
 def _draw_unequal(
     csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, choices: Array, out: Array, scratch: Array
 ) -> None:
-    """Draw len(out) entries from ``choices``, a node's candidate edges, into ``out``, by weight if any.
+    """Draw len(out) entries from ``choices``, by weight if the edges have weights.
 
-    ``key`` belongs to the node. Draws by weight without replacement use the edges' keys in ``stream``.
+    Args:
+        stream: Stream with the edges' keys, for draws by weight without replacement.
+        key: The node's key, for other draws.
+        choices: Positions of the node's candidate edges.
+        out: Output.
+        scratch: Workspace for draws by weight.
     """
     if len(out) == 0:
         return

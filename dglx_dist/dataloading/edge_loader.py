@@ -449,9 +449,15 @@ def build_pairs(
 
 
 def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Array, Array]:
-    """Give each distinct (node, time) its own row. Return the nodes, the times, and the (K,) new row numbers.
+    """Give each distinct (node, time) its own row.
 
-    ``rows`` are (K,) indices in ``nodes``, and ``times`` are their (K,) times.
+    Args:
+        nodes: Distinct nodes.
+        rows: (K,) indices in ``nodes``.
+        times: (K,) times.
+
+    Returns:
+        The node and the time of each new row, and (K,) indices of the new rows.
     """
     moments, moment_of_row = np.unique(times, return_inverse=True)
     # A key combines a node and a moment in one number.

@@ -54,15 +54,18 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 
 @final
 class RowMemory:
-    """Buffers that hold column rows for batches. Also converts rows to the batches' floating-point ``dtype``.
+    """Buffers that hold column rows for batches. Thread-safe.
 
     Page faults for a new array cost as much as filling the array, so arrays are reused. An array is idle when
-    no view or tensor of it exists, so batches need not return it. At most ``num_batches`` arrays are kept per
-    column. Thread-safe.
+    no view or tensor of it exists, so batches need not return it.
 
-    Half precision saves disk, memory and network traffic, but few models compute in it. If ``dtype`` is None,
-    float16 and bfloat16 become float32, and other dtypes stay. Integers and booleans are never converted. If
-    ``device`` is a GPU, the memory is page-locked so that rows can be copied from there.
+    Args:
+        num_batches: Maximum number of arrays to keep per column.
+        dtype: Floating-point dtype of rows in batches. None turns float16 and bfloat16 into float32 and keeps
+            other dtypes. Half precision saves disk, memory and network traffic, but few models compute in it.
+            Integers and booleans are never converted.
+        device: Device that batches go to. For a GPU, the memory is page-locked so that rows can be copied
+            from there.
     """
 
     def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None, device: Any = _CPU) -> None:

@@ -557,10 +557,16 @@ def _draw(
     edges_and_weights: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    """Draw one hop, type by type. Return the batch's edges and weights so far, including this hop.
+    """Draw one hop, type by type.
 
-    Fills in ``hop.indptr``, and ``hop.ends`` after ``ends[0]``. ``by_source`` is None for plain sampling,
-    which has no weights. Beyond the last end, ``edges`` has spare entries with undefined values.
+    Args:
+        nodes: Nodes so far.
+        hop: What to draw. ``hop.indptr``, and ``hop.ends`` after ``ends[0]``, are filled in.
+        edges_and_weights: The batch's edges and weights before this hop.
+        by_source: ``request.by_source``, or None for plain sampling, which has no weights.
+
+    Returns:
+        The batch's edges and weights, including this hop. Beyond the last end, edges are undefined.
     """
     edges, weights = edges_and_weights
     first_row = 0

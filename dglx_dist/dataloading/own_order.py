@@ -164,10 +164,16 @@ def _is_same_column(column: Tensor, values: Tensor) -> bool:
 def check_order(g: DistGraph, loader: Any, seeds: Any, item: Literal["node", "edge"]) -> None:
     """Detect ids in the graph's order from before ``dx.distribute``. Every rank must call this.
 
-    The loader's ``seeds`` are checked here. They are node or edge ids, as ``item`` tells. Later, the ids in
-    the loader's first batch raise ConfigError if they index a column in the script's graph. Nothing is
-    checked with one part, because ids do not change. Raises ConfigError on all ranks if the seeds come from a
-    mask.
+    The seeds are checked here. Later, the ids in the loader's first batch raise ConfigError if they index a
+    column in the script's graph. Nothing is checked with one part, because ids do not change.
+
+    Args:
+        loader: Loader that will use the seeds.
+        seeds: Its node or edge ids.
+        item: What the ids belong to.
+
+    Raises:
+        ConfigError: on all ranks, if the seeds come from a mask.
     """
     if g.dataset.manifest.num_parts == 1:
         return

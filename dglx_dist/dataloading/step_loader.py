@@ -47,10 +47,14 @@ R = TypeVar("R")
 def run_ahead(
     make: Callable[[R], T], steps: Iterable[R], *, depth: int, num_threads: int
 ) -> Generator[T, None, None]:
-    """Yield ``make(step)`` for each step in order. At most ``depth`` steps run ahead of the consumer.
+    """Yield ``make(step)`` for each step in order, and run it ahead on threads.
 
-    ``make`` runs on ``num_threads`` threads. With 0 threads, it runs on the consumer's thread. If a step
-    fails, its error is raised instead of its result. Closing the iterator cancels the steps that wait.
+    If a step fails, its error is raised instead of its result. Closing the iterator cancels the steps that
+    wait.
+
+    Args:
+        depth: Maximum number of steps that run ahead of the consumer.
+        num_threads: Number of threads for ``make``. With 0, it runs on the consumer's thread.
     """
     if num_threads == 0:
         yield from map(make, steps)

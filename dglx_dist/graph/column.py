@@ -131,9 +131,10 @@ class JointRequest:
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
-        """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
+        """Wait for the rows that ``plan`` requested, and copy them to ``out``.
 
-        Raises as :meth:`KVStore.submit_pull` does, and ValueError if a reply does not match the request.
+        ``first`` is the number of rows that other plans added to the request before this plan. Raises as
+        :meth:`KVStore.submit_pull` does, and ValueError if a reply does not match the request.
         """
         replies = self.send()
         indices = self._row_indices[first : first + len(plan.ids)]
@@ -484,7 +485,13 @@ def _announce(
 ) -> int:
     """Register ``ids`` as inputs of the batch ``step``. Return how many ids had no table entry.
 
-    ``input_bounds`` are the first input for ``ids`` and the first input that is still announced.
+    Args:
+        table: Table over announced and cached ids. New ids get an entry.
+        last_inputs: Last input for each table entry.
+        next_use: Next use for each slot.
+        later_use: Ring buffer with the next use after each announced input.
+        ids: (K,) distinct remote ids.
+        input_bounds: The first input for ``ids``, and the first input that is still announced.
     """
     first_input, first_announced = input_bounds
     mask, num_new_ids = len(later_use) - 1, 0

@@ -287,10 +287,14 @@ class KVStore:
             column.counts[2] += num_misses
 
     def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
-        """Answer reads from ``cache`` for rows in the tensor ``name`` that other servers own. Not collective.
+        """Use a cache for the tensor's rows on other servers. Results stay the same. Not collective.
 
-        None removes a cache. A loader that has reserved ``ahead`` uses its rows instead of ``cache``. Results
-        stay the same. Raises ConfigError if there is no such tensor, or it is writable.
+        Args:
+            cache: Rows for all reads, or None for no cache.
+            ahead: Rows for the loader that has reserved them. Its reads use these instead of ``cache``.
+
+        Raises:
+            ConfigError: there is no such tensor, or it is writable.
         """
         column = self.column(name)
         check_cacheable(column)

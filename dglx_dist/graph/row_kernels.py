@@ -112,7 +112,11 @@ def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
-    Both arrays are C-contiguous and have the same row shape and dtype. ``ids`` are (K,) int64.
+    Args:
+        source: C-contiguous rows with consecutive ids.
+        first: Id of the first row in ``source``.
+        ids: (K,) int64 ids. Ids without a row in ``source`` are skipped.
+        out: C-contiguous (K, *row) rows with the same row shape and dtype.
     """
     if len(ids) and source.size:
         source_words, out_words = view_as_words(source, out)
@@ -130,8 +134,11 @@ def take_rows(source: Array, indices: Array, out: Array | None = None) -> Array:
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    ``first`` is the id of the first row in ``target``. Rows and target have the same row shape and dtype. If
-    an id in the (K,) int64 ``ids`` is repeated, its last row wins.
+    Args:
+        rows: (K, *row) rows.
+        target: Rows with consecutive ids, and with the same row shape and dtype.
+        first: Id of the first row in ``target``.
+        ids: (K,) int64 ids. If an id is repeated, its last row wins.
     """
     positions = np.flatnonzero((ids >= first) & (ids < first + len(target)))
     move_rows(rows, positions, target, ids[positions] - first)
@@ -157,10 +164,15 @@ def check_answer(rows: Array, out: Array, num_rows: int) -> None:
 def spread_rows(
     rows: Array, out: Array, starts: Array, positions: Array, first_slot: int, last_slot: int
 ) -> None:
-    """Copy ``rows[k]`` to each position that belongs to slot ``first_slot + k``. ``rows`` may be unaligned.
+    """Copy ``rows[k]`` to each position that belongs to slot ``first_slot + k``.
 
-    ``rows`` has one row for each slot up to ``last_slot - 1``. ``starts`` and ``positions`` come from
-    :class:`RemotePlan`. Raises ValueError if the number, shape or dtype of ``rows`` is wrong.
+    Args:
+        rows: One row for each slot from ``first_slot`` to ``last_slot - 1``. They may be unaligned.
+        out: Rows by position.
+        starts, positions: Fields of :class:`RemotePlan`.
+
+    Raises:
+        ValueError: ``rows`` has a wrong length, shape or dtype.
     """
     check_answer(rows, out, last_slot - first_slot)
     slot_starts = starts[first_slot : last_slot + 1]
@@ -375,10 +387,14 @@ class RemotePlan(NamedTuple):
 def plan_remote(
     ids: Array, bounds: Array, own_server: int, cached: SlotTable = NO_SLOTS, *, distinct: bool = False
 ) -> RemotePlan:
-    """Split (K,) int64 ``ids`` into ids on the local server, cached ids, and ids to request.
+    """Split ids into ids on the local server, cached ids, and ids to request.
 
-    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. With ``distinct``, the
-    caller promises that no id is repeated. The plan then needs no search for repeated ids.
+    Args:
+        ids: (K,) int64 ids.
+        bounds: (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``.
+        own_server: The local server.
+        cached: Slots of cached ids.
+        distinct: Whether the caller guarantees distinct ids, which saves a search for repeated ids.
     """
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 

@@ -34,10 +34,11 @@ def pack_hop_parameters(fanout: int, stream: int) -> str:
 
 
 def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function that draws in-edges on a server, with :func:`pack_hop_parameters` as parameters.
+    """Return the function by which a server draws in-edges, for parameters from :func:`pack_hop_parameters`.
 
-    The edges that a request excludes are added to ``rule``. ``weights`` maps a shard's first node to (E,)
-    float32 edge weights, and is empty for uniform draws.
+    Args:
+        rule: Sampling rule. The edges that a request excludes are added.
+        weights: A shard's first node to (E,) float32 edge weights. Empty for uniform draws.
     """
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
@@ -80,11 +81,17 @@ class DrawRule:
 def draw_in_edges(
     g: OpenedGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
-    """Draw at most ``fanout`` in-edges, or all with -1, for each of the (K,) int64 ``nodes``.
+    """Draw in-edges for each of the given nodes.
 
-    ``structure`` determines the edge type. ``exclude`` has (M,) int64 edge ids that are never drawn. The
-    server that owns a node makes uniform draws. With weights or excluded edges this rank fetches all
+    The server that owns a node makes uniform draws. With weights or excluded edges this rank fetches all
     in-edges, and draws in proportion to the weights. Edges with weight 0 are never drawn.
+
+    Args:
+        structure: In-edges with the edge type to draw.
+        nodes: (K,) int64 ids.
+        fanout: Maximum number of edges per node, or -1 for all.
+        rule: Replacement, weights and seed for the draw.
+        exclude: (M,) int64 edge ids that are never drawn.
     """
     if rule.prob is None and not len(exclude):
         parameters = pack_hop_parameters(fanout, rule.seed)

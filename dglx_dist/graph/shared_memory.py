@@ -36,7 +36,12 @@ log = logging.getLogger(__name__)
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
     """Raise ConfigError on all ranks if rows exceed a machine's free memory. Every rank must call this.
 
-    Server s will have the rows ``bounds[s]:bounds[s + 1]``, each with ``row_bytes`` in the session's scratch.
+    Args:
+        bounds: (S + 1,) int64. Server s will have the rows ``bounds[s]:bounds[s + 1]`` in the session's
+            scratch.
+        row_bytes: Size of a row in bytes.
+        what: Name for the rows in the message.
+        remedy: What the user can do, for the message.
     """
 
     def check_local_memory() -> None:
@@ -123,12 +128,18 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write the rows from all ranks into the folder ``target``. All ranks call this.
+    """Write the rows from all ranks into one folder, in place of rows that were saved there before.
 
-    All ranks must see ``target`` under the same name. Rows that were saved there before are replaced. The
-    index stores rank 0's ``facts``. Raises StorageError on all ranks if a rank cannot write or does not see
-    the folder, or if the folder holds something other than saved rows. After an error, ``target`` is
-    unchanged.
+    All ranks call this, and must see the folder under the same name. After an error, the folder is unchanged.
+
+    Args:
+        target: The folder.
+        write_own: Function that writes this rank's rows.
+        facts: Facts to store in the index. Those of rank 0 count.
+
+    Raises:
+        StorageError: on all ranks, if a rank cannot write or does not see the folder, or if the folder holds
+            something other than saved rows.
     """
     is_first = session.topology.rank == 0
 
@@ -173,10 +184,15 @@ def map_shared_rows(
 ) -> Array:
     """Return writable (``count``, *row) rows that the local server's ranks share. All ranks call this.
 
-    bfloat16 is stored as uint16. Without ``init`` rows are 0. The memory is freed when no rank holds the
-    array any more. ``file_name`` is unused in the session's ``scratch`` and the same on all ranks of a
-    server. Raises ConfigError on all ranks if memory is short on one of them, or if ``init`` raised or
-    returned another shape or dtype.
+    The memory is freed when no rank holds the array any more. bfloat16 is stored as uint16.
+
+    Args:
+        file_name: Unused name in the session's ``scratch``, the same on all ranks of a server.
+        init: Function that returns the first values. Without it, rows are 0.
+
+    Raises:
+        ConfigError: on all ranks, if memory is short on one of them, or if ``init`` raised or returned
+            another shape or dtype.
     """
     path = session.scratch / file_name
     is_leader = session.topology.local_rank == 0

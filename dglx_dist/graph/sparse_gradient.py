@@ -60,10 +60,12 @@ def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
 
 @njit(cache=True, nogil=True)
 def _add(gradient: RowSum, slots: Array, out: Array, num_filled: int) -> int:
-    """Add ``gradient`` to the rows ``slots`` in ``out``. Return how many rows are filled now.
+    """Add ``gradient`` to rows in ``out``. Return how many rows are filled now.
 
-    Only the first ``num_filled`` rows in ``out`` have values before the call. Slots are numbered by
-    appearance, so a slot without values is always the next row.
+    Args:
+        slots: Row in ``out`` for each id. Slots are numbered by appearance, so a slot without values is
+            always the next row.
+        out: Sums. Only the first ``num_filled`` rows have values before the call.
     """
     factor = out.dtype.type(gradient.weight)
     for k in range(len(slots)):

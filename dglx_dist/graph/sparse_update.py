@@ -60,9 +60,13 @@ class UpdateRule:
     def update(
         self, weight: Array, targets: Array, states: Sequence[Array], gradient: RowSum, step: int
     ) -> None:
-        """Update, in place, the rows ``targets`` in (n, d) ``weight`` and ``gradient.ids`` in the states.
+        """Apply a gradient to weights and states in place. All arrays have the compute dtype.
 
-        All arrays have the compute dtype. ``step`` counts the parameter's steps from 1, with this one.
+        Args:
+            weight: (n, d) rows.
+            targets: Rows to update in ``weight``, one for each gradient row.
+            states: Optimizer states. Their rows ``gradient.ids`` are updated.
+            step: Step count for the parameter, from 1 on.
         """
         constants = self._compute_constants(self.lr, step)
         self._kernel(weight, targets, tuple(states), gradient, constants)
@@ -303,10 +307,13 @@ class SparseExchange:
     def _send(
         self, sums: Sequence[RowSum | None], is_used: Sequence[bool], problem: str = ""
     ) -> list[Pending]:
-        """Send this rank's gradients in one step to the rows' owners, and return the calls.
+        """Start a new step: send this rank's gradients to the rows' owners. Return the calls.
 
-        ``sums`` and ``is_used`` have one entry for each table. If this rank has a ``problem``, it sends that
-        instead, because the others wait for a message from every rank. The call starts a new step.
+        Args:
+            sums: A gradient for each table, or None.
+            is_used: Whether each table was part of this rank's backward passes.
+            problem: Reason why this rank cannot take the step. It is sent instead of gradients, because the
+                others wait for a message from every rank.
         """
         self._step += 1
         own_rank = self._session.topology.rank

@@ -110,10 +110,16 @@ def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
 def from_wire(
     nodes: Array, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
 ) -> InEdges:
-    """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
+    """Undo :func:`to_wire`.
 
-    ``edge_range`` holds the first edge id and the end. Raises ValueError if the answer has other nodes, edges
-    outside ``edge_range``, or sources outside [0, ``num_sources``).
+    Args:
+        nodes: Distinct (k,) int64 ids that were requested.
+        arrays: The answer.
+        num_sources: Sources must be in [0, ``num_sources``).
+        edge_range: First edge id of the answering server, and the end of its ids.
+
+    Raises:
+        ValueError: the answer has malformed arrays, other nodes, or sources or edges outside these ranges.
     """
     # All values are checked, because compiled code uses them as indices without checks.
     sources, destinations, edge_ids = arrays
@@ -344,8 +350,10 @@ class Structure:
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
         """Draw in-edges into the nodes on this server. Return one piece per shard that has such nodes.
 
-        ``nodes`` are the (K,) ids, or (C, K) values with the ids first. ``parameters`` and ``exclude`` are
-        passed to ``draw``.
+        Args:
+            draw: Function that draws in a shard.
+            nodes: (K,) ids, or (C, K) values with the ids first.
+            parameters, exclude: Arguments for ``draw``.
         """
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
@@ -556,10 +564,17 @@ class PartitionedStructure(Structure):
     def _submit_to_owners(
         self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Any], parameters: str = ""
     ) -> PendingAnswers:
-        """Call ``op`` on the servers that own ``ids``. For local ids, ``compute`` gives the answers.
+        """Call ``op`` on the servers that own ``ids``, and return at once.
 
-        Sends 8 bytes per distinct remote id and receives 8 bytes per answer. The returned function waits for
-        as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
+        Sends 8 bytes per distinct remote id and receives 8 bytes per answer.
+
+        Args:
+            ids: (K,) int64 ids.
+            bounds: (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``.
+            compute: Function that answers for local ids.
+
+        Returns:
+            Function that waits for as many (K,) int64 arrays as ``compute`` returns, ordered like ``ids``.
         """
         server = self._placement.topology.server
         plan = plan_remote(ids, bounds, server)

@@ -125,8 +125,10 @@ def _build_bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor
 class BlockTypes:
     """Types for blocks that have all node types on both sides. Thread-safe.
 
-    For each entry in ``relations``, ``sources`` and ``destinations`` have the positions of its two node types
-    in ``ntypes``.
+    Args:
+        relations: Relation names, one per edge type.
+        sources, destinations: For each relation, the position of its source or destination type in
+            ``ntypes``.
     """
 
     def __init__(

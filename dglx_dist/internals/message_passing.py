@@ -203,8 +203,9 @@ def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
 def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> Tensor:
     """Compute the softmax of the edge scores.
 
-    The scores are normalised over each destination's in-edges if ``norm_by`` is "dst", or over each source's
-    out-edges if it is "src". ``eids`` are the edges that have scores, or ``ALL``.
+    Args:
+        eids: Edges that have scores, or ``ALL``.
+        norm_by: "dst" normalises over each destination's in-edges, "src" over each source's out-edges.
     """
     # A distributed graph's index refuses a reversal.
     segments = (index.reverse() if norm_by == "src" else index).relations[0].by_dst

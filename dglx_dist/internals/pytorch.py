@@ -56,9 +56,15 @@ def watch_steps(
     owner: object,
     after: Callable[[Any, Optimizer], None] | None = None,
 ) -> Callable[[], object]:
-    """Call ``before(owner, optimizer)`` before each step that any optimizer makes, and ``after`` after it.
+    """Call functions before and after each step that any optimizer makes.
 
-    The hooks do not keep ``owner`` alive and do nothing without it. Calling the result removes them.
+    Args:
+        before: Function of (owner, optimizer) to call before a step.
+        owner: Object that the hooks belong to. They do not keep it alive, and do nothing without it.
+        after: Function of (owner, optimizer) to call after a step.
+
+    Returns:
+        Function that removes the hooks.
     """
     remove_hooks_without_owner()
     owner_reference = weakref.ref(owner)

@@ -403,10 +403,13 @@ def lacks_columns(rows: Tensor, weight: Tensor) -> bool:
 def projects_first(sources: int, targets: int, edges: int, columns: int, width: int) -> bool:
     """Return whether it is cheaper to project rows before the sum over in-edges than after it.
 
-    A projection turns ``columns`` into ``width`` columns. The count covers forward and backward. An element
-    that is sent over an edge counts as four multiplications. Projecting first multiplies every source row
-    twice, and sums rows back over the edges in the backward pass. Summing first does neither, because the
-    inputs need no gradient.
+    The count covers forward and backward. An element that is sent over an edge counts as four
+    multiplications. Projecting first multiplies every source row twice, and sums rows back over the edges in
+    the backward pass. Summing first does neither, because the inputs need no gradient.
+
+    Args:
+        sources, targets, edges: Counts in the block.
+        columns, width: Columns before and after the projection.
     """
     cost_before_sum = 2 * sources * columns * width + 2 * 4 * edges * width
     cost_after_sum = 4 * edges * columns + 2 * targets * columns * width

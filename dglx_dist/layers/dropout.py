@@ -96,9 +96,12 @@ class DropDraws:
 
 
 def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = INPUTS) -> Tensor:
-    """Return ``x`` ((L0, F_p)) with entries set to 0 and the others divided by 1 - ``probability``.
+    """Set entries to 0, and divide the others by 1 - ``probability``.
 
-    The runs in ``draws`` have F_p columns together. Different streams draw independently.
+    Args:
+        x: (L0, F_p) rows.
+        draws: Keys. Their column ranges have F_p columns together.
+        stream: Different streams draw independently.
     """
     stream += 2 * draws.relation
     is_kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)

@@ -57,8 +57,9 @@ _WORDS_AT_ONCE = 1 << 22
 def draw_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
     """Return which draws are kept: a mask with one row per node and one column per number.
 
-    ``numbers`` are the entries' columns, or other draw numbers. A draw is kept if its 32 bits are at least
-    ``threshold``.
+    Args:
+        numbers: The entries' columns, or other draw numbers.
+        threshold: Draws are kept if their 32 bits are at least this value.
     """
     high_bits = shift_right(words_on_device(stream, nodes, numbers), 32)
     return high_bits >= int(threshold)
