@@ -93,7 +93,7 @@ def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
     product = half_word(key, number) * np.uint64(bound)
     number += 1
 
-    # Computing num_rejected is slow. Its value is below the bound, so most draws do not need it.
+    # Computing num_rejected is slow. It is below the bound, so most draws do not need it.
     if (product & _LOW_32) < np.uint64(bound):
         num_rejected = (np.uint64(1 << 32) - np.uint64(bound)) % np.uint64(bound)
         while (product & _LOW_32) < num_rejected:
@@ -390,9 +390,9 @@ def _draw_unequal(
 
 @njit(cache=True, nogil=True)
 def draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: Array) -> None:
-    """Write len(out) uniform draws in [0, degree) to ``out``, which are distinct unless ``replace``.
+    """Fill ``out`` with uniform draws in [0, degree). They are distinct unless ``replace``.
 
-    ``bits`` are at least degree / 64 words, which are zero before and after the call.
+    ``bits`` is a workspace with at least degree / 64 words. It is zero before and after the call.
     """
     if replace:
         number = 0

@@ -73,7 +73,7 @@ def _read_group_limits(mounted: Path, group: Path) -> list[tuple[int, int]]:
     limits = []
     for mount, limit_name, used_name, reclaimable_name in _GROUPS:
         folder = mounted / mount / group
-        # A file is missing in the other version, and has a word in place of a number without a limit.
+        # The other version lacks the file. Without a limit, the file has a word in place of a number.
         with suppress(OSError, ValueError, KeyError):
             limit = int((folder / limit_name).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -114,7 +114,7 @@ def return_memory(large: int = 1 << 20) -> bool:
     returned once. Kept memory is fragmented: full-graph training with GraphSAGE held 1.4 to 1.6 times the
     memory in use.
     """
-    # A threshold that is set is not raised by glibc when a large block is freed.
+    # Once a threshold is set, glibc does not raise it when a large block is freed.
     settings = (_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large)
     is_set = _set_allocator(*settings)
     if is_set:

@@ -169,7 +169,7 @@ def _share_clusters(k: int, part_sizes: Array) -> Array:
             f"k={k}, but the dataset has {num_used} parts, and a cluster is within a part. Use more clusters."
         )
 
-    # Each part with nodes has one cluster. The other clusters are shared by rounding the running total.
+    # Each part with nodes gets one cluster. The remaining clusters are shared by rounding the running total.
     ends = np.cumsum(part_sizes) * (k - num_used) // max(int(part_sizes.sum()), 1)
     return np.concatenate([[0], ends + np.cumsum(is_used)])
 

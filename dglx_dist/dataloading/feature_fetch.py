@@ -258,7 +258,7 @@ def look_ahead(
 
 
 def _is_full(requested: Sequence[Sampled], claimed_rows: ClaimedRows) -> bool:
-    """Return whether the consumer must take a batch before more rows are requested."""
+    """Return whether the consumer must take a batch before more rows may be requested."""
     if len(requested) <= 1:
         return False
     return len(requested) > MAX_REQUESTED or any(rows.is_busy for rows in claimed_rows.values())
@@ -340,7 +340,7 @@ class OnDemandColumns(dict[str, Any]):
         self, columns: Mapping[str, Any], g: DistGraph, kind: str | EdgeType, warned: set[str]
     ) -> None:
         super().__init__(columns)
-        # Keep the current ids, because scripts for DistDGL see other edge ids in the frame.
+        # Keep the current ids, because the frame may show other edge ids to scripts for DistDGL.
         self._ids = columns.get(_ID)
         self._g = g
         self._type_name = kind

@@ -19,7 +19,7 @@ class NodeTable(NamedTuple):
     """Table that maps a node to its number within the batch."""
 
     slots: Array
-    """Direct: (N,) uint32, one per node. Hashed: (C,) uint32, C a power of two, one per slot."""
+    """Direct: (N,) uint32, one per node. Hashed: (C,) uint32, one per slot. C is a power of two."""
     keys: Array
     """Direct: length 0. Hashed: (C,) int64, the node in each slot."""
     base: int
@@ -43,7 +43,7 @@ def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, n
     """Do the work of :func:`number_nodes` with a direct table."""
     slots = table.slots
     base = np.uint32(table.base)
-    # Positions are unsigned, because with signed ones every access would first test for negative values.
+    # Positions are unsigned, because every access by a signed one would first test for negative values.
     end = np.uint64(count)
     for i in range(len(sources)):
         node = np.uint64(sources[i])
@@ -336,7 +336,8 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
 @njit(cache=True, nogil=True)
 def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
     """Return a table with space for ``more`` further nodes that holds the numbers of ``nodes``."""
-    # A hashed table that is at most half full has short searches. A direct table has a slot for every node.
+    # Searches are short in a hashed table that is at most half full. A direct table has a slot for every
+    # node.
     num_slots = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= num_slots:
         return table
@@ -707,7 +708,7 @@ class ThreadTable:
 
     @property
     def table(self) -> NodeTable:
-        """The table for the next batch. Pass the table that the kernel returns to :meth:`keep`."""
+        """The table for the next batch. The kernel returns a table to pass to :meth:`keep`."""
         # Numbers within a batch stay below 2**31, so the 32-bit entries cannot wrap.
         if self._table.base >= _LAST_BASE:
             self._table.slots[:] = 0

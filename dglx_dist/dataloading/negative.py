@@ -69,7 +69,7 @@ class Positives:
 
 
 DrawEnds: TypeAlias = Callable[[Positives, int], Array]
-"""Thread-safe function from edges and the end to replace to (B, k) nodes, one row per edge."""
+"""Thread-safe function from (edges, end to replace) to (B, k) drawn nodes, one row per edge."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class InBatch(NegativeSampler):
 
 @njit(cache=True, nogil=True)
 def _draw_uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
-    """Return (len(ids), k) draws in [0, bound). Row i is keyed by ``ids[i]``."""
+    """Return (len(ids), k) draws in [0, bound). Row i depends on ``ids[i]``, not on its position."""
     out = np.empty((len(ids), k), np.int64)
     for i in range(len(ids)):
         key = item_key(stream, ids[i])
@@ -178,7 +178,7 @@ DrawAll: TypeAlias = Callable[[Sequence[Positives]], dict[EdgeType, Pairs]]
 
 
 def read_negative(sampler: Any) -> Any:
-    """Return a :class:`NegativeSampler`, the user's own function, or None. Raise ConfigError for others."""
+    """Return a :class:`NegativeSampler`, the user's function, or None. Raise ConfigError otherwise."""
     if sampler is None or isinstance(sampler, NegativeSampler):
         return sampler
     if isinstance(sampler, type) or not callable(sampler):

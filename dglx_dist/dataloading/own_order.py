@@ -89,7 +89,7 @@ class UserColumns:
 
 
 def _is_mask_of(mask: Tensor, ids: Any) -> bool:
-    """Return whether ``mask`` is a mask that holds for all ``ids``, and hardly does so by chance."""
+    """Return whether ``mask`` is a mask that holds for all ``ids``, which is hardly by chance."""
     if mask.dtype != torch.bool or mask.dim() != 1:
         return False
     share = float(mask.double().mean())

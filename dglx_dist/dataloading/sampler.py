@@ -1,4 +1,4 @@
-"""Samples batches from a replicated structure, or from one that is partitioned over servers.
+"""Samples batches from a replicated structure, or from a structure that is partitioned over servers.
 
 A partitioned structure is sampled hop by hop. The requests of all edge types are sent before local draws.
 """

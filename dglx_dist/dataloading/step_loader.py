@@ -283,7 +283,7 @@ class Schedule:
         return slice(first, first + self._count_seeds(self.used[self.rank], step))
 
     def share(self, step: int) -> StepShare:
-        """Return how many seeds this rank and all ranks have in ``step``."""
+        """Return how many seeds this rank has in ``step``, and how many all ranks have together."""
         counts = [self._count_seeds(num_seeds, step) for num_seeds in self.used]
         return StepShare(num_local=counts[self.rank], num_global=sum(counts))
 
@@ -414,7 +414,7 @@ class Maker(Stages[B], Generic[K, B]):
         """
 
     def sampling_signature(self) -> str:
-        """Return a string that is equal on ranks with equal draws, or "" if draws are not reproducible."""
+        """Return a string that is equal on ranks with equal draws, or "" if draws cannot be repeated."""
         return ""
 
 
@@ -437,7 +437,7 @@ _CHECKED_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
 def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
-    """Raise ConfigError if ``optimizer`` trains parameters that belong to no wrapped model."""
+    """Raise ConfigError if ``optimizer`` trains parameters outside wrapped models."""
     if optimizer in _CHECKED_OPTIMIZERS:
         return
 
@@ -662,7 +662,7 @@ class EpochLoader(ABC, Generic[B, T]):
         finally:
             if handle is not None:
                 handle.remove()
-            # A step after the loop does not belong to the last batch and must not get its weight.
+            # A step after the loop does not belong to the last batch, so it must not get that batch's weight.
             self._session.step_share = None
             self._end_step = None
 

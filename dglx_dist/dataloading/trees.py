@@ -156,7 +156,7 @@ def _draw_positions(
         if is_listed:
             count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
 
-        # Write indices among the candidates. The most recent edges come last.
+        # First write indices among the candidates. The most recent edges come last.
         if takes_last or fanout < 0 or (len(out) == count and not replace):
             for j in range(len(out)):
                 out[j] = count - len(out) + j

@@ -38,7 +38,7 @@ class Expansion:
 
     @property
     def factors(self) -> Array:
-        """(K + 1, S) float64 nodes per own node on each server: D_i for a model with h layers."""
+        """(K + 1, S) float64 expansion: nodes per own node on each server, D_i for a model with h layers."""
         return np.asarray(self.nodes / np.maximum(self.nodes[0], 1))
 
     @property
@@ -223,7 +223,7 @@ def _match_positions(
 
 
 def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Array, Array]) -> Array:
-    """Return, for each forward edge u -> v, the position of a backward edge v -> u, or -1.
+    """Find a backward edge v -> u for each forward edge u -> v. Return its position, or -1 if there is none.
 
     Both are (sources, destinations, order among parallel edges), int64. No backward edge is chosen twice.
     """

@@ -112,7 +112,7 @@ def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) ->
     if budget == 0:
         return np.empty(0, np.int64)
 
-    # `threshold` is the lowest score among the `budget` highest. Only some rows with this score may fit.
+    # `threshold` is the lowest score that is still cached. If many rows have this score, only some fit.
     index = len(remote_scores) - budget
     threshold = np.partition(remote_scores, index)[index]
     higher_ids = np.flatnonzero(remote_scores > threshold)
@@ -306,7 +306,8 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
         return LookAheadRows(num_rows, column.info, local_range, column.num_rows)
 
     rows = run_on_all_ranks(store.session, allocate, ConfigError)
-    # Set a cache on all ranks or on none. If no rank keeps rows, a cache would only cost a thread.
+    # Set a cache on all ranks or on none. If no rank keeps rows, a cache has no use and would only cost a
+    # thread.
     keeps_rows = any(max_rows)
     store.set_cache(column.name, None, rows if keeps_rows else None)
     num_bytes = rows.num_bytes if keeps_rows else 0

@@ -67,7 +67,7 @@ class RowCache:
     table: SlotTable
     """Table that maps a row's id to its slot."""
     rows: Array
-    """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
+    """(C, *row) rows in the column's NumPy dtype. Slot s is row s."""
 
 
 _NEVER = 1 << 30

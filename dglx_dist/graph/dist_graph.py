@@ -73,7 +73,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     checksum = dataset.manifest.checksum
     check_equal(session, f"the dataset in {format_location(folder)}", checksum, "copy it again", StorageError)
 
-    # One rank of each server fetches the parts that the server owns.
+    # One rank per server fetches the parts that the server owns.
     own_parts = Placement(dataset.manifest.num_parts, session.topology).local_parts
     run_on_all_ranks(
         session, lambda: dataset.fetch_parts(own_parts if session.topology.local_rank == 0 else ())
@@ -259,7 +259,7 @@ class DistGraph(Shared):
             raise ConfigError("pass DistGraph the folder of a dataset, or DGL's JSON file as part_config=")
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
-            # Blocks that a script itself moves to the device need the torch path.
+            # If a script itself moves blocks to the device, they need the torch path.
             install()
         if folder is None:
             folder = import_if_changed(Path(str(part_config)), self.session)
@@ -313,7 +313,7 @@ class DistGraph(Shared):
         return torch.device("cpu")
 
     def to(self, device: torch.device | str) -> DistGraph:
-        """Return the graph itself for the CPU. Raise ConfigError for other devices."""
+        """Return this graph if ``device`` is the CPU. Raise ConfigError for other devices."""
         if torch.device(device).type != "cpu":
             raise ConfigError(f"a distributed graph stays on the CPU. Leave out .to({device}): batches move.")
         return self
@@ -508,7 +508,7 @@ class DistGraph(Shared):
         return torch.from_numpy(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
-        """Return (sources, destinations), (K,) int64 each. Raise IndexError if an id is out of range."""
+        """Return (sources, destinations), (K,) int64 each. Raise IndexError if an edge does not exist."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
         sources, destinations = structure.submit_find_edges(ids)()
@@ -602,7 +602,7 @@ class DistGraph(Shared):
             user_ids = user_ids.astype(str)
             names = names.astype(str)
 
-        # A name that is greater than all ids is compared with the greatest id, and does not match.
+        # A name beyond the last id is compared with the last id, and does not match.
         order = user_ids.argsort()
         indices = np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)
         positions = order[indices]

@@ -106,7 +106,7 @@ class PartitionPolicy:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
     def to_partid(self, id_tensor: Ids) -> Tensor:
-        """Return the partition of each row. Raise IndexError if an id is out of range."""
+        """Return the partition that owns each row. Raise IndexError if an id is out of range."""
         rows = as_ids(id_tensor, self.get_size(), self.policy_str)
         return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
@@ -185,7 +185,7 @@ def _check_same(
             f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, but the tensor to "
             f"fill is {dtype} of shape {shape}. Create a tensor with the saved shape and dtype."
         )
-    # Rows that are neither nodes nor edges have the same meaning with any dataset and any policy name.
+    # If rows are neither nodes nor edges, the dataset and the policy name do not matter.
     if not policy.dataset:
         return
 
@@ -325,7 +325,7 @@ class DistTensor(Shared):
         return func._implementation(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        """Compare by identity. Raise TypeError for numbers and arrays, which would all count as unequal."""
+        """Compare by identity. Raise TypeError for numbers and arrays, because they would never be equal."""
         if isinstance(other, int | float | Tensor | np.ndarray | np.generic):
             raise TypeError(f"a DistTensor is not compared by value. {TENSOR_REMEDY}")
         return self is other
@@ -571,7 +571,7 @@ class DistTensor(Shared):
             raise ConfigError(f"{self._name!r} is data of the dataset. init_func cannot fill it.")
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Return ``values`` in this tensor's dtype. Raise ConfigError if an integer would change."""
+        """Convert ``values`` to this tensor's dtype. Raise ConfigError if an integer would change."""
         # A number without dimensions may have any dtype, as in torch.
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):
             raise ConfigError(f"{self._name!r} holds {self.dtype}. Convert the {values.dtype} values first.")
@@ -688,7 +688,7 @@ class TypeView(Generic[V]):
 
 @final
 class TypedViews(Generic[K, V]):
-    """``g.nodes`` and ``g.edges``. ``remedy`` is the code that returns ids, as calling them in DGL does."""
+    """``g.nodes`` and ``g.edges``. In DGL, calling them returns ids. ``remedy`` is code for that here."""
 
     def __init__(self, get_view: Callable[[K], V], remedy: str) -> None:
         self._get_view, self._remedy = get_view, remedy

@@ -312,7 +312,7 @@ class KVStore:
 
     @contextmanager
     def pause_counting(self) -> Iterator[None]:
-        """Leave rows that this rank requests inside the ``with`` block out of :meth:`cache_counts`."""
+        """Do not count rows for :meth:`cache_counts` that this rank requests inside the ``with`` block."""
         with self._counts_lock:
             saved_counts = {name: [*column.counts] for name, column in self._columns.items()}
         try:

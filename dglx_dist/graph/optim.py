@@ -291,12 +291,12 @@ class SparseOptimizer:
                 state.delete()
 
     def _facts(self) -> list[dict[str, Any]]:
-        """Return facts about each embedding that must be equal on all ranks, and when the rows are read."""
+        """Return facts about each embedding that all ranks, and a saved state to load, must agree on."""
         weights = [param.weight for param in self.params]
         return [{"name": w.name, "shape": list(w.shape), "dtype": str(w.dtype)} for w in weights]
 
     def _identity(self) -> dict[str, object]:
-        """Return further facts that must be equal when a state is read."""
+        """Return further facts that must be equal when a state is loaded."""
         kind = self.saved_as or type(self).__name__
         dataset = self.params[0].dataset
         return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}

@@ -70,7 +70,7 @@ def read_ahead(rows: Array, row: int) -> None:
 
 @intrinsic
 def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
-    """Prefetch ``rows[row, column]`` with LLVM. Its hint for writing made no difference in measurements."""
+    """Prefetch ``rows[row, column]`` with LLVM. A hint for writing made no difference in measurements."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
@@ -152,7 +152,7 @@ def move_rows(source: Array, indices: Array, out: Array, out_indices: Array) -> 
 
 
 def check_answer(rows: Array, out: Array, num_rows: int) -> None:
-    """Raise ValueError if ``rows`` from another rank are not ``num_rows`` rows that fit into ``out``."""
+    """Raise ValueError unless ``rows``, from another rank, has ``num_rows`` rows that fit into ``out``."""
     shape = (num_rows, *out.shape[1:])
     if rows.shape != shape or rows.dtype != out.dtype:
         raise ValueError(

@@ -29,7 +29,7 @@ class RowSum(NamedTuple):
     weight: float = 1.0
 
     def compact(self) -> RowSum:
-        """Return the same gradient with one row for each id, in order, and weight 1."""
+        """Return an equal gradient with one row per id, in order, and weight 1."""
         rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
         _add(self, np.arange(len(self.ids)), rows, 0)
         return make_row_sum(self.ids, rows)

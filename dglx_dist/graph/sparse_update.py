@@ -186,7 +186,7 @@ class StepMessage(NamedTuple):
     gradients: Sequence[RowSum]
     """One gradient per parameter. Empty if there is a problem."""
     problem: str
-    """Reason why the sender cannot take this step, which is reported to all ranks. Otherwise ""."""
+    """Reason why the sender cannot take this step, to report to all ranks. Empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +196,9 @@ class StalenessReport:
     steps: int
     """Number of steps that this rank made."""
     largest_lag: int
-    """Maximum number of own steps that some owner had not applied when ``step()`` returned."""
+    """Maximum number of own steps that an owner had not applied yet when ``step()`` returned."""
     mean_lag: float
-    """Mean number of own steps that some owner had not applied when ``step()`` returned."""
+    """Mean number of own steps that an owner had not applied yet when ``step()`` returned."""
     waits: int
     """Number of steps that waited because the limit was reached."""
     waited_s: float
@@ -327,7 +327,7 @@ class SparseExchange:
         name = f"{own_rank} {self._step} {flags} {problem[:_MAX_PROBLEM]}"
         submit = self._session.rpc.submit
         calls = []
-        # Each rank starts with the next rank, so that the ranks do not all send to the same one first.
+        # Each rank starts with the next rank, so that ranks do not all send to the same rank first.
         for rank in (*range(own_rank + 1, world_size), *range(own_rank)):
             arrays: list[Array] = []
             for shares in shares_by_table:

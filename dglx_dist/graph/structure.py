@@ -45,7 +45,7 @@ class InEdges:
     """Some in-edges into K nodes, node by node."""
 
     indptr: Array
-    """(K + 1,) int64 row starts. The edges of the k-th node are at ``indptr[k]:indptr[k + 1]``."""
+    """(K + 1,) int64 row starts. Node k has the edges ``indptr[k]:indptr[k + 1]``."""
     sources: Array
     """(e,) int64 global source ids."""
     edge_ids: Array
@@ -60,7 +60,7 @@ class InEdges:
 NO_EDGES: Array = np.empty(0, dtype=np.int64)
 
 PendingAnswers: TypeAlias = Callable[[], list[Array]]
-"""Function that computes local answers, waits for the others and returns all. One thread calls it."""
+"""Function that computes local answers, waits for remote ones and returns all. Only one thread calls it."""
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 """Function that draws in-edges. Its arguments are a shard, (k,) int64 global node ids in the shard,

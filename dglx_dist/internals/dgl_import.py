@@ -38,7 +38,8 @@ class LibraryFinder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "dgl":
-            # This package works only with this backend. Otherwise DGL looks for a file, and writes it.
+            # This package works only with this backend. Without the variable, DGL looks for a file, and
+            # writes it.
             os.environ.setdefault("DGLBACKEND", "pytorch")
         elif fullname == "numba" and not _is_writable_package():
             _provide_cache("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache", "numba")

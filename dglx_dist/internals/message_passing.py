@@ -355,7 +355,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tenso
 
 
 class TorchIndex(HeteroGraphIndex):
-    """A graph index with edges that also lie on a device, as ``relations`` by edge type.
+    """A graph index that also holds its edges on a device, as ``relations`` by edge type.
 
     Counts and types come from the CPU's index, to which this object refers as well.
     """

@@ -130,7 +130,7 @@ def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> An
 
 @cache
 def leave_to_python() -> None:
-    """Keep torch.compile out of exchanges and DGL's layers, between which it compiles the user's module."""
+    """Keep torch.compile out of exchanges and DGL's layers. It compiles the user's module around them."""
     # The user's first optimizer imports this as well, which takes a second.
     from torch._dynamo import trace_rules
 
@@ -151,7 +151,7 @@ def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -
 
 
 def ids_on_host(ids: Tensor) -> Tensor:
-    """Return ``ids`` on the host. Waits for their device, unless they are an unchanged copy from the host."""
+    """Return ``ids`` on the host. This waits for their device, unless the host still has the original."""
     source = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch does not annotate this
     if source is not None and source[1:] == (ids._version, source[0]._version):
         return source[0].detach()

@@ -45,8 +45,9 @@ class StageInput:
     by_type: Mapping[str, StageInput] = field(default_factory=dict)
     """Inputs by node type, if the layer reads several types. Then :attr:`x` has no meaning."""
     is_own: bool = True
-    """Whether the block is this rank's own. Only its owner has rows that are not cut. Other parts have
-    (L0, 0) rows instead."""
+    """Whether the block is this rank's own. Only a block's owner has rows that are not cut. Other parts have
+    (L0, 0) rows instead.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,9 @@ class LayerWidths:
 
 
 RunParts: TypeAlias = Callable[["SplittableConv", StageInput], PartialSums]
-"""Function from a layer with one part's weights and this rank's input to the sums over all parts."""
+"""Function that runs a layer on all parts and returns the sums over them. It takes the layer with one part's
+weights, and this rank's input.
+"""
 
 
 class SplittableConv(nn.Module, ABC):
@@ -153,7 +156,7 @@ class SplittableConv(nn.Module, ABC):
         summed = min(columns, outputs)
         if self.heads > 0:
             summed = outputs
-        # The logits, the softmax and the weighted sum each process every edge.
+        # The logits, the softmax and the weighted sum each process every edge once.
         summed += 6 * self.heads
         return LayerWidths(inputs=columns, outputs=outputs, summed=summed)
 

@@ -157,7 +157,7 @@ class GinStages(SplittableConv):
             )
 
         self.cut = {name: 1}
-        # The tuple avoids a second registration. state_dict has the module under apply_func.
+        # In a tuple, the module is not registered a second time. state_dict has it under apply_func.
         self._first = (linear,)
         self._mean = conv._aggregator_type == "mean"
 
@@ -508,8 +508,8 @@ def sums_sources(module: nn.Module) -> bool:
 def make_stages(module: nn.Module, *, bipartite: bool = False) -> SplittableConv:
     """Return ``module`` as stages that share its parameters.
 
-    Raises ConfigError if the module cannot be split, or not on edges within one node type (``bipartite``:
-    between two). The message has the reason and a remedy.
+    Raises ConfigError, with the reason and a remedy, if the module cannot be split. With ``bipartite``, edges
+    lead between two node types, and otherwise within one. Not all modules support both.
     """
     convolution = CONVOLUTIONS.get(type(module), Convolution())
     if isinstance(module, SplittableConv):

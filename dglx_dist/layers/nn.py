@@ -196,7 +196,7 @@ def _find_torch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _can_convert(norm: Any) -> bool:
-    # Only these exact classes: a subclass does something else, and a process group may have only some ranks.
+    # Only exact classes: a subclass may do something else, and a process group may lack ranks.
     is_over_all = type(norm) is nn.SyncBatchNorm and norm.process_group is None
     return (is_over_all or type(norm) is nn.BatchNorm1d) and bool(norm.track_running_stats)
 
