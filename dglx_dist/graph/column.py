@@ -163,7 +163,7 @@ class LookAheadRows:
 
     def __init__(self, num_rows: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
         self.rows: Array = np.empty((num_rows, *info.row_shape), numpy_dtype(info.dtype))
-        """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
+        """(C, *row) rows in the column's NumPy dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
         """Function that announces a batch. Returns False if no batch or memory is left."""
         self._local_range = local_range

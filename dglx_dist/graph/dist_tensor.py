@@ -382,7 +382,7 @@ class DistTensor(Shared):
 
         Raises:
             IndexError: an id is out of range (the message shows the first one and its position), or ``index``
-                is something else.
+                has an unsupported type.
             PeerError: an owner is dead or silent.
         """
         if isinstance(index, tuple):
@@ -410,7 +410,7 @@ class DistTensor(Shared):
             wait: Whether to wait until every later read on any rank sees the values. Otherwise :meth:`fence`
                 or ``g.barrier()`` waits.
 
-        Raises what :meth:`KVStore.push` raises, and ConfigError for ``values`` that do not fit.
+        Raises ConfigError if ``values`` do not fit. Other errors are those of :meth:`KVStore.push`.
         """
         ids = integer_ids(index, len(self), repr(self._name))
         try:

@@ -151,7 +151,7 @@ def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -
 
 
 def ids_on_host(ids: Tensor) -> Tensor:
-    """Return ``ids`` on the host. This waits for their device, unless the host still has the original."""
+    """Return ``ids`` on the host. Wait for their device, unless the host has an equal original."""
     source = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch does not annotate this
     if source is not None and source[1:] == (ids._version, source[0]._version):
         return source[0].detach()
