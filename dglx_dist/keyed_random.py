@@ -153,7 +153,7 @@ def _as_int64(word: np.uint64) -> int:
 
 
 class Csc(NamedTuple):
-    """In-edges into n nodes from ``first_node`` on. A named tuple, because compiled code accepts those."""
+    """In-edges of n nodes from ``first_node`` on. A named tuple, because compiled code accepts those."""
 
     indptr: Array
     """(n + 1,) int64, starting at 0."""

@@ -138,7 +138,7 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType) -> DistTensor:
-    """Find the reverse edge for every edge with type ``etype``. Every rank must call this.
+    """Find the reverse edge for every edge of type ``etype``. Every rank must call this.
 
     Edges at the same position in the source's edge list belong together if their ends agree. Otherwise edges
     are matched by their ends, because parts that DGL has cut list the edges of the cut graph.
@@ -295,7 +295,7 @@ class MergedPairs:
     etypes: tuple[EdgeType, ...]
     """The R edge types in the pair graph."""
     sizes: tuple[int, ...]
-    """(R,) edge count for each type. They add up to E."""
+    """(R,) edge counts by type. They add up to E."""
     ends: Tensor
     """(2, E) int64 sources and destinations: row numbers over all nodes, type by type."""
     relation: Tensor
@@ -376,7 +376,7 @@ _TYPE_SHIFT = 44
 
 
 PairTimes: TypeAlias = Sequence[Mapping[EdgeType, Array]]
-"""(P,) time keys by edge type: one mapping for the positive pairs, and one for the negative pairs if any."""
+"""(P,) time keys by edge type: one mapping for positive pairs, and possibly one for negative pairs."""
 
 
 def build_pairs(

@@ -138,7 +138,7 @@ class Schema:
 
     @property
     def offsets(self) -> Array:
-        """(T + 1,) int64 offsets. Node i with type t has the unique key ``offsets[t] + i``."""
+        """(T + 1,) int64 offsets. Node i of type t has the unique key ``offsets[t] + i``."""
         return np.cumsum([0, *self.num_nodes])
 
     @property
@@ -156,9 +156,9 @@ class Relations(NamedTuple):
     offsets: Array
     """(T + 1,) int64 first key for each node type."""
     source_types: Array
-    """(R,) int64 source type of each edge type, as an index."""
+    """(R,) int64 index of each edge type's source type."""
     destination_types: Array
-    """(R,) int64 destination type of each edge type, as an index."""
+    """(R,) int64 index of each edge type's destination type."""
     indptr: Array
     """(R,) int64 addresses. Each array has shape (N + 1,) and dtype int64."""
     indices: Array
@@ -408,7 +408,7 @@ def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _make_rule(request: SampleRequest, relation: int) -> Rule:
-    """Return the rule for drawing edges with type ``relation``, with this type's excluded edges."""
+    """Return the rule for drawing edges of type ``relation``, with this type's excluded edges."""
     first = request.exclude_ends[relation]
     last = request.exclude_ends[relation + 1]
     return Rule(request.replace, request.exclude[first:last], request.by_source)

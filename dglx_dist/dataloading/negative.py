@@ -45,7 +45,7 @@ _REPLACED_ENDS: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Positives:
-    """The edges with one type in one batch."""
+    """The edges of one type in one batch."""
 
     etype: EdgeType
     number: int
@@ -99,7 +99,7 @@ class NegativeSampler(ABC):
 @final
 @dataclass(frozen=True)
 class Uniform(NegativeSampler):
-    """Keeps one end of each edge and draws the other one uniformly among all nodes with its type.
+    """Keeps one end of each edge and draws the other one uniformly among all nodes of its type.
 
     With ``corrupt="tail"`` this does the same as DGL's ``Uniform`` and ``PerSourceUniform``. Raises
     ConfigError if ``k`` is not an integer that is at least 1, or ``corrupt`` is invalid.
@@ -212,7 +212,7 @@ def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> Dra
 
 
 def _draw_pairs(edges: Positives, draw_ends: DrawEnds, corrupt: Corrupt) -> Pairs:
-    """Draw negative pairs for the edges with one type. An edge's pairs are consecutive."""
+    """Draw negative pairs for the edges of one type. An edge's pairs are consecutive."""
     # (B, k) arrays, one for each end that is replaced.
     source_arrays = []
     destination_arrays = []

@@ -355,7 +355,7 @@ BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
 def _select_known(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
-    """Return the in-edges into ``nodes``. ``known`` holds the known destinations and their in-edges."""
+    """Return the in-edges of ``nodes``. ``known`` holds the known destinations and their in-edges."""
     known_nodes, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
     selected = all_in_edges(shard, np.searchsorted(known_nodes, nodes))

@@ -306,7 +306,7 @@ def _group_names(
 
 
 def read_all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
-    """Read the (E,) float32 weights of all edges with one type into this rank's memory.
+    """Read the (E,) float32 weights of all edges of one type into this rank's memory.
 
     Raises ConfigError if the column does not exist, or is not one finite number per edge, at least 0.
     """

@@ -423,11 +423,11 @@ class LoaderTimes:
     """Seconds since the last reset, summed over the yielded batches."""
 
     sample_s: float = 0.0
-    """Sampling and block building, including local features if the sampler fetches them."""
+    """Seconds for sampling and block building, including local features if the sampler fetches them."""
     fetch_s: float = 0.0
-    """Fetching columns and starting copies to a device."""
+    """Seconds for fetching columns and starting copies to a device."""
     wait_s: float = 0.0
-    """Waiting, on the consumer's side."""
+    """Seconds that the consumer waited."""
 
 
 WRAPPED_MODELS: WeakSet[nn.Module] = WeakSet()
@@ -806,7 +806,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def order_items(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
-        """Return a function from a step to the items that a rank uses in it. The default is this rank."""
+        """Return a function from a step to a rank's items in this step. The default is this rank."""
         rank_items = self.items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
         order = rank_items.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)

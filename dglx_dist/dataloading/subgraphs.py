@@ -185,7 +185,7 @@ class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
     :class:`ClusterGCNSampler` it yields ``graph``. A rank that has run out of seeds gets a graph without
     nodes.
 
-    Every batch fetches all in-edges at its nodes, 24 bytes per in-edge at a remote node. It then drops
+    Every batch fetches all in-edges of its nodes, 24 bytes per in-edge of a remote node. It then drops
     in-edges from nodes outside the batch.
 
     Args:

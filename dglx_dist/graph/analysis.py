@@ -108,7 +108,7 @@ def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array,
     new_bits = bits
     counts_by_hop = []
     for hop in range(hops + 1):
-        # Hop 0 counts the own nodes. A later hop follows the in-edges at the nodes that are new.
+        # Hop 0 counts the own nodes. A later hop follows the in-edges of the new nodes.
         if hop > 0:
             previous_bits = bits
             bits = bits.copy()
@@ -169,13 +169,13 @@ def reverse_edge_ids(
         by: How edges are matched.
 
             * ``endpoints``: v -> u is the reverse of u -> v. Parallel edges are matched in the order of the
-              source's list. One rank per server sorts all edges with both types once.
+              source's list. One rank per server sorts all edges of both types once.
             * ``half``: edge i in the source matches i + E/2, as ``dgl.add_reverse_edges`` appends them.
-            * ``position``: edge i in the source matches edge i with type ``reverse_etype``, as in DGL's
+            * ``position``: edge i in the source matches edge i of type ``reverse_etype``, as in DGL's
               ``exclude="reverse_types"``.
 
     Returns:
-        (E,) int64 edge ids with type ``reverse_etype``, distributed like the edges. -1 means that there is
+        (E,) int64 edge ids of type ``reverse_etype``, distributed like the edges. -1 means that there is
         none.
 
     Raises:

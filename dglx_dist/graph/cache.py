@@ -121,7 +121,7 @@ def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) ->
 
 
 def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached_ids: Array) -> float | None:
-    """Return the cached rows' share in all remote scores, or None if all remote scores are 0."""
+    """Return the cached rows' share of all remote scores, or None if all remote scores are 0."""
     first, end = local_range
     remote_sum = float(scores[:first].sum() + scores[end:].sum())
     return float(scores[cached_ids].sum()) / remote_sum if remote_sum > 0 else None

@@ -89,7 +89,7 @@ class DistEmbedding(Shared):
     rank, because ``step()`` returns when all ranks have applied it.
 
     Args:
-        num_embeddings: Row count. It equals the number of nodes or edges with the type.
+        num_embeddings: Row count. It equals the number of nodes or edges of the type.
         embedding_dim: Number of columns d.
         name: Name in ``g.nodes[...].data``, the same on all ranks. With None, nothing can attach later.
         init_func: Function from (shape, dtype) to the first values for the local server's rows. One rank per

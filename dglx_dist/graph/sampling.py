@@ -116,7 +116,7 @@ def build_sampled_graph(
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Draw in-edges at some nodes. Return a graph with all nodes in ``g`` and the drawn edges.
+    """Draw in-edges of some nodes. Return a graph with all nodes in ``g`` and the drawn edges.
 
     Args:
         g: The opened graph.

@@ -34,7 +34,7 @@ def node_split(
     Not collective. The same arguments give the same result on every rank.
 
     Args:
-        nodes: Mask over all nodes with type ``ntype``, or some node ids; see :func:`read_marked_ids`.
+        nodes: Mask over all nodes of type ``ntype``, or some node ids; see :func:`read_marked_ids`.
         partition_book: ``g.get_partition_book()``. The default is the DistTensor's book, or else the book for
             the graph that was opened last.
         ntype: Node type. The default is the column's type.
@@ -159,7 +159,7 @@ def _read_trainers(
             f"for each of the {num_rows} rows."
         )
     num_trainers = max(num_ranks, int(trainers.max(initial=-1)) + 1)
-    # The last trainers may have no row with this type. The book knows how many the dataset was cut for.
+    # The last trainers may have no row of this type. The book knows how many the dataset was cut for.
     is_of_dataset = isinstance(trainer_ids, DistTensor) and trainer_ids.name == TRAINER_ID
     if is_of_dataset and book.num_trainers is not None:
         num_trainers = max(num_trainers, book.num_trainers)

@@ -20,7 +20,7 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class CSCShard:
-    """In-edges into consecutive destinations, for compiled kernels."""
+    """In-edges of consecutive destinations, for compiled kernels."""
 
     indptr: Array
     """(n + 1,) int64 row starts, beginning with 0."""
@@ -42,7 +42,7 @@ class CSCShard:
 
 @dataclass(frozen=True, kw_only=True)
 class InEdges:
-    """Some in-edges into K nodes, node by node."""
+    """Some in-edges of K nodes, node by node."""
 
     indptr: Array
     """(K + 1,) int64 row starts. Node k has the edges ``indptr[k]:indptr[k + 1]``."""
@@ -71,7 +71,7 @@ rows replace the node ids, see :meth:`Structure.submit`.
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """In-edges into some distinct nodes, and where these nodes occur among the requested nodes."""
+    """In-edges of some distinct nodes, and where these nodes occur among the requested nodes."""
 
     edges: InEdges
     starts: Array
@@ -81,7 +81,7 @@ class Piece:
 
 
 def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
-    """Join in-edges into ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
+    """Join in-edges of ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
     if len(pieces) == 1 and np.array_equal(pieces[0].positions, np.arange(num_nodes)):
         return pieces[0].edges
 
@@ -165,7 +165,7 @@ def rows_from_wire(
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", exclude: Array = NO_EDGES) -> InEdges:
-    """Return all in-edges into the (k,) int64 ``nodes``. Each node's edges are ascending by id.
+    """Return all in-edges of the (k,) int64 ``nodes``. Each node's edges are ascending by id.
 
     A draw that takes all edges cannot leave some out, so ``exclude`` must be empty.
     """
@@ -276,7 +276,7 @@ class Structure:
         layer: int = 0,
         phase: str = "sampling",
     ) -> Callable[[], InEdges]:
-        """Request in-edges into nodes and return at once, before local nodes are drawn.
+        """Request in-edges of nodes and return at once, before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 bytes per edge. A request also has 8 bytes for
         each excluded edge that the answering server owns. A request with (C, K) rows sends 8 C bytes per
@@ -306,14 +306,14 @@ class Structure:
         return wait
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
-        """Return in-edges into the (K,) int64 ``nodes``. :meth:`submit` describes ``options``."""
+        """Return in-edges of the (K,) int64 ``nodes``. :meth:`submit` describes ``options``."""
         return self.submit(op, nodes, parameters, **options)()
 
     def close(self) -> None:
         """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Count the in-edges at each node, as (K,) int64. Sources in the range ``outside`` do not count."""
+        """Count the in-edges of each node, as (K,) int64. Sources in the range ``outside`` do not count."""
         return self._count_in_edges(nodes, outside)[0]
 
     def count_edges_before(self, node: int) -> int:
@@ -348,7 +348,7 @@ class Structure:
         return self._draws[op]
 
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        """Draw in-edges into the nodes on this server. Return one piece per shard that has such nodes.
+        """Draw in-edges of the nodes on this server. Return one piece per shard that has such nodes.
 
         Args:
             draw: Function that draws in a shard.
@@ -469,7 +469,7 @@ class PartitionedStructure(Structure):
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
-        """Request in-edges into nodes on other servers, with the same parameters as :meth:`submit`.
+        """Request in-edges of nodes on other servers, with the same parameters as :meth:`submit`.
 
         Return a function that waits for the answers and returns one piece per request.
         """

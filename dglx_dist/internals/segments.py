@@ -75,7 +75,7 @@ class Segments:
         return self.offsets_and_order[0].diff()
 
     def sort_by_node(self, rows: Tensor) -> Tensor:
-        """Sort the (E, ...) edge rows by node. They come in edge id order."""
+        """Sort (E, ...) edge rows from edge id order to node order."""
         order = self.offsets_and_order[1]
         return rows if order is None else rows.index_select(0, order)
 
@@ -116,7 +116,7 @@ class Segments:
 
 @final
 class Relation:
-    """Edges with one type, grouped by either end."""
+    """Edges of one type, grouped by either end."""
 
     def __init__(self, by_src: Segments, by_dst: Segments) -> None:
         self.by_src, self.by_dst = by_src, by_dst

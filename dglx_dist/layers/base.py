@@ -59,7 +59,7 @@ class LayerWidths:
     outputs: int
     """Columns in the result, for all heads together."""
     summed: int
-    """Columns that are summed along an edge."""
+    """Columns to sum along an edge."""
     sums_sources: bool = False
     """Whether the layer reads sources only by a sum or mean over in-edges, with :attr:`summed` columns."""
 
@@ -206,12 +206,12 @@ class SplittableConv(nn.Module, ABC):
         return inputs.x
 
     def scatter(self, inputs: StageInput, transformed: Any) -> PartialSums:
-        """Return this part's share in the values that edges need in full. There are none by default."""
+        """Return this part's share of the values that edges need in full. There are none by default."""
         return ()
 
     @abstractmethod
     def gather(self, inputs: StageInput, transformed: Any, scattered: PartialSums) -> PartialSums:
-        """Return this part's shares in the sums, each (D1, ...) at destinations or (L0, ...) at sources.
+        """Return this part's shares of the sums, each (D1, ...) at destinations or (L0, ...) at sources.
 
         ``scattered`` are the results from :meth:`scatter`, summed over the parts.
         """

@@ -51,7 +51,7 @@ class GatStages(SplittableConv):
 
     A logit is linear in the input columns, el = <a_l, W x>, so each part has a share. The softmax is not
     linear, so the shares are summed (*scatter*) and every part computes the same attention. Each part then
-    aggregates its own columns' share in the projected rows. Parts cannot compute complete outputs and add
+    aggregates its own columns' share of the projected rows. Parts cannot compute complete outputs and add
     those, because the softmax over summed logits is not a sum of softmaxes.
     """
 
@@ -89,7 +89,7 @@ class GatStages(SplittableConv):
         return functional.linear(rows, weight).view(-1, self.heads, self._width)
 
     def scatter(self, inputs: StageInput, transformed: tuple[Tensor, Tensor]) -> PartialSums:
-        """Return this part's shares in the source logits (L0, K, 1) and the destination logits (D1, K, 1)."""
+        """Return this part's shares of the source logits (L0, K, 1) and the destination logits (D1, K, 1)."""
         projected_sources, target_rows = transformed
         if inputs.targets is None:
             projected_targets = projected_sources[: inputs.block.num_dst_nodes()]
@@ -102,7 +102,7 @@ class GatStages(SplittableConv):
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        """Return this part's share in the output before the bias, one (D1, K, H)."""
+        """Return this part's share of the output before the bias, one (D1, K, H)."""
         block = inputs.block
         projected_sources, target_rows = transformed
         self.check_in_edges(block)

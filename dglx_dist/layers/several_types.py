@@ -27,7 +27,7 @@ class RelationInput(NamedTuple):
     transformed: Any
     """What :meth:`SplittableConv.transform` returned."""
     shares: PartialSums
-    """This part's shares in the values that edges need in full."""
+    """This part's shares of the values that edges need in full."""
 
 
 def make_typed_stages(
@@ -85,7 +85,7 @@ class SplitRelation:
         return replace(sources, targets=self._read_end(inputs, target, block.num_dst_nodes()))
 
     def _read_end(self, inputs: StageInput, ntype: str, num_rows: int) -> StageInput:
-        """Return the input at one end of the relation: the first ``num_rows`` nodes in ``ntype``."""
+        """Return the input at one end of the relation: the first ``num_rows`` nodes of ``ntype``."""
         end = inputs.by_type[ntype]
         draws = end.draws
         if draws is not None:
