@@ -259,6 +259,7 @@ def _list_edges(g: DistGraph, etype: EdgeType) -> tuple[Array, Array, Array]:
 
 
 def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:
+    """Raise ConfigError if ``by`` is unknown, or cannot match these edge types."""
     if by not in ("endpoints", "half", "position"):
         raise ConfigError(f"by={by!r}. Choose 'endpoints', 'half' or 'position'.")
     if (back[0], back[2]) != (etype[2], etype[0]):

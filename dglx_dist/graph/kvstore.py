@@ -596,6 +596,7 @@ class KVStore:
         return []
 
     def _serve_add(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Add a message's rows to this rank's rows, under the column's lock."""
         ids, rows = arrays
         column = self._check_owned(name, ids, rows)
         check_summable(name, column.info)
@@ -605,6 +606,7 @@ class KVStore:
         return []
 
     def _serve_handle(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Let the push handler apply a message's rows. Raise ConfigError if this rank has no handler."""
         ids, rows = arrays
         column = self._check_owned(name, ids, rows)
         if column.on_push is None:

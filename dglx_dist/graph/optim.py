@@ -339,6 +339,7 @@ def _find_session(params: object) -> Session:
 
 
 def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
+    """Return ``params`` as a tuple. Raise ConfigError unless they are distinct embeddings on one graph."""
     if isinstance(params, DistEmbedding):
         raise ConfigError("params is a DistEmbedding. Pass a list: [embedding].")
     embeddings = tuple(params)

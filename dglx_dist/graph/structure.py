@@ -602,6 +602,7 @@ class PartitionedStructure(Structure):
         return f"{self._label}.{op}"
 
     def _serve_draw(self, op: str) -> None:
+        """Answer other ranks' draws for nodes that this server owns, after checking each request."""
         draw = self._get_draw(op)
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:

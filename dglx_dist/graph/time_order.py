@@ -166,6 +166,8 @@ def _check_names(g: DistGraph, columns: TimeColumns) -> None:
 
 
 def _open_shard_orders(g: DistGraph, columns: TimeColumns, etype: EdgeType) -> dict[int, TimeOrder]:
+    """Return one edge type's time orders by first node, for this server's shards that have edges."""
+
     def read_source_times(etype: EdgeType, sources: Array) -> Array:
         key = g.nodes[etype[0]].data[columns.nodes[etype[0]]].kvstore_key
         return view_as_numpy(g.kvstore.pull(key, sources, phase="structure"))
@@ -187,6 +189,7 @@ def _open_shard_orders(g: DistGraph, columns: TimeColumns, etype: EdgeType) -> d
 
 
 def _join_orders(orders: Sequence[TimeOrder], offsets: Array) -> TimeOrder:
+    """Concatenate the parts' orders. Edge positions then count through all parts."""
     dtype = np.int32 if offsets[-1] <= np.iinfo(np.int32).max else np.int64
 
     def shift() -> Iterator[Array]:

@@ -54,6 +54,7 @@ class LibraryFinder:
 
 
 def _execute_or_empty(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute ``module``. If this fails, empty it and warn, so that only uses of its names raise errors."""
     bare = dict(vars(module))
     try:
         execute(module)

@@ -247,6 +247,7 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
 def sddmm_hetero(
     index: TorchIndex, op: str, num_lhs: int, lhs_target: str, rhs_target: str, *operands: Rows
 ) -> tuple[Rows, ...]:
+    """Compute messages for all edge types, without reducing them. Return (E, ...) messages by edge type."""
 
     def select(rows: Sequence[Rows], target: str, etype: int) -> Rows:
         source, destination = index.metagraph.find_edge(etype)
@@ -262,6 +263,7 @@ def sddmm_hetero(
 
 
 def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Rows) -> tuple[Rows, ...]:
+    """Compute the softmax over a node's edges of all types together. Return the results by edge type."""
     index = index.reverse() if norm_by == "src" else index
     etypes_by_type: dict[int, list[int]] = {}
     for etype, rows in enumerate(scores):
@@ -280,6 +282,7 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
 
 
 def _join_segments(segments: Sequence[Segments]) -> Segments:
+    """Return the edges of several types as edges of one type. All types must have the same nodes."""
     if len(segments) == 1:
         return segments[0]
     ends = torch.cat([segment.ends for segment in segments])
@@ -434,6 +437,7 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
 
 
 def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
+    """Copy one edge type to a device with ``move``, sorted by destination if DGL holds it in that form."""
     graph = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
     num_src = index.num_nodes(source)
@@ -463,6 +467,7 @@ def _device(graph: Any) -> torch.device:
 
 
 def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = None, **options: Any) -> Any:
+    """Replace DGL's ``graph.to``. A graph that enters or leaves the torch path gets another index."""
     if device is None:
         return graph
     index = graph._graph

@@ -376,6 +376,11 @@ class NodeDropouts:
         return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
     def _record_call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_DropoutCall, Any]:
+        """Return this call's record and the module's graph. A recomputed call gets its first record.
+
+        Raises ConfigError if a call during backward has no record, because torch's generator was not
+        restored.
+        """
         state = int(torch.randint(1 << 62, ()).item())
         graph = self._get_graph()
         if current_backward() == NO_BACKWARD:  # in forward

@@ -141,6 +141,8 @@ class BatchNorm(NormWithStatistics):
 
 
 class _Normalize(torch.autograd.Function):
+    """Normalizes rows by moments over all ranks, and updates the running statistics."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, exchange: StatisticsExchange, factor: float) -> Tensor:
         width = norm.num_features
