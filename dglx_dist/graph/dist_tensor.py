@@ -410,7 +410,8 @@ class DistTensor(Shared):
             wait: Whether to wait until every later read on any rank sees the values. Otherwise :meth:`fence`
                 or ``g.barrier()`` waits.
 
-        Raises ConfigError if ``values`` do not fit. Other errors are those of :meth:`KVStore.push`.
+        Raises:
+            ConfigError: ``values`` do not fit. Other errors are those of :meth:`KVStore.push`.
         """
         ids = integer_ids(index, len(self), repr(self._name))
         try:
