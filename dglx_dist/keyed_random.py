@@ -23,7 +23,7 @@ _TO_UNIT = 2.0**-53
 
 @njit(cache=True, nogil=True)
 def mix(state: np.uint64) -> np.uint64:
-    """Return the output of splitmix64 for ``state``. The function is a bijection of 64-bit words.
+    """Return splitmix64's output for ``state``. The function is a bijection of 64-bit words.
 
     Its sums and products are meant to overflow: they are modulo 2**64.
     """
@@ -35,7 +35,7 @@ def mix(state: np.uint64) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def splitmix64(values: Array) -> Array:
-    """Return :func:`mix` of each of ``values``; both are (N,) uint64."""
+    """Apply :func:`mix` to each value. Input and result are (N,) uint64."""
     out = np.empty(len(values), np.uint64)
     for i in range(len(values)):
         out[i] = mix(values[i])
@@ -43,7 +43,7 @@ def splitmix64(values: Array) -> Array:
 
 
 def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
-    """Return the key for all draws of a hop in an epoch. Hop 0 is at the seeds."""
+    """Return the key for all draws in a hop and epoch. Hop 0 is at the seeds."""
     # Compiled code returns 64-bit words as Python integers, but does not accept those as uint64.
     return np.uint64(_stream_key(seed, epoch, hop))
 
@@ -55,7 +55,7 @@ def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> Array:
-    """Return (L, R) uint64 keys of the draws of each hop and edge type. Type 0 has the hop's key."""
+    """Return (L, R) uint64 keys for draws, by hop and edge type. Type 0 has the hop's key."""
     keys = np.empty((num_hops, num_relations), np.uint64)
     for hop in range(num_hops):
         stream = _stream_key(seed, epoch, hop)
@@ -66,19 +66,19 @@ def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> A
 
 @njit(cache=True, nogil=True)
 def item_key(stream: np.uint64, global_id: int) -> np.uint64:
-    """Return the key of all draws for one node or edge within ``stream``."""
+    """Return the key for all draws at one node or edge within ``stream``."""
     return mix(stream ^ mix(np.uint64(global_id)))
 
 
 @njit(cache=True, nogil=True)
 def full_word(key: np.uint64, number: int) -> np.uint64:
-    """Return the ``number``-th word of ``key``, 64 random bits."""
+    """Return the key's ``number``-th word, 64 random bits."""
     return mix(key + np.uint64(number) * _GOLDEN)
 
 
 @njit(cache=True, nogil=True)
 def half_word(key: np.uint64, number: int) -> np.uint64:
-    """Return the ``number``-th half word of ``key``, 32 random bits. Two consecutive ones share a hash."""
+    """Return the key's ``number``-th half word, 32 random bits. Two consecutive half words share a hash."""
     word = full_word(key, number >> 1)
     is_upper_half = number & 1
     return word >> np.uint64(32) if is_upper_half else word & _LOW_32
@@ -86,14 +86,14 @@ def half_word(key: np.uint64, number: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
-    """Return a uniform draw in [0, bound) and the number of the next draw; ``bound`` is in [1, 2**32).
+    """Return a uniform draw in [0, bound) and the next draw's number; ``bound`` is in [1, 2**32).
 
     This is Lemire's multiply and shift. Draws that would make some values more likely are rejected.
     """
     product = half_word(key, number) * np.uint64(bound)
     number += 1
 
-    # Computing num_rejected is slow. Its value is below the bound, so most draws do not need it.
+    # Computing num_rejected is slow. It is below the bound, so most draws do not need it.
     if (product & _LOW_32) < np.uint64(bound):
         num_rejected = (np.uint64(1 << 32) - np.uint64(bound)) % np.uint64(bound)
         while (product & _LOW_32) < num_rejected:
@@ -104,7 +104,7 @@ def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
 
 @njit(cache=True, nogil=True)
 def draw_unit(key: np.uint64, number: int) -> float:
-    """Return the ``number``-th draw of ``key``, uniform in the open interval (0, 1)."""
+    """Return the key's ``number``-th draw, uniform in the open interval (0, 1)."""
     # A float64 has 53 bits. The half keeps the draw above 0.
     upper_bits = full_word(key, number) >> np.uint64(11)
     return (np.float64(upper_bits) + 0.5) * _TO_UNIT
@@ -112,7 +112,7 @@ def draw_unit(key: np.uint64, number: int) -> float:
 
 @njit(cache=True, nogil=True)
 def hash_ids(ids: Array, stream: np.uint64) -> Array:
-    """Return (K,) uint64 keys of the (K,) int64 ``ids``. Sorting by them is a reproducible shuffle."""
+    """Hash the (K,) int64 ``ids`` to (K,) uint64 keys. Sorting by the keys is a reproducible shuffle."""
     out = np.empty(len(ids), np.uint64)
     for i in range(len(ids)):
         out[i] = item_key(stream, ids[i])
@@ -120,23 +120,23 @@ def hash_ids(ids: Array, stream: np.uint64) -> Array:
 
 
 def words_on_device(stream: np.uint64, ids: Tensor, numbers: Tensor) -> Tensor:
-    """Return the random words of n ids on their device, with the same bits as on the host.
+    """Return random words for n ids on their device, with the same bits as on the host.
 
     Args:
-        stream: Key of the draws, see :func:`stream_key`.
-        ids: (n,) int64 ids of nodes or edges.
-        numbers: (k,) int64 numbers of the words to return for each id, or (n, k) if they differ by id.
+        stream: Key for the draws, see :func:`stream_key`.
+        ids: (n,) int64 node or edge ids.
+        numbers: (k,) int64 word numbers to return for each id, or (n, k) if they differ by id.
 
     Returns:
         (n, k) int64. The bits are those of ``full_word(item_key(stream, id), number)``.
     """
-    # torch has no arithmetic of uint64. Products of int64 overflow to the same bits.
+    # torch has no uint64 arithmetic. int64 products overflow to the same bits.
     keys = _mix_on_device(_mix_on_device(ids.long()) ^ _as_int64(stream))
     return _mix_on_device(keys.unsqueeze(1) + numbers * _as_int64(_GOLDEN))
 
 
 def _mix_on_device(words: Tensor) -> Tensor:
-    """Return :func:`mix` of each word. Overflow is intended: int64 wraps to the same bits as uint64."""
+    """Apply :func:`mix` to each word. Overflow is intended: int64 wraps to the same bits as uint64."""
     words = words + _as_int64(_GOLDEN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         words = (words ^ shift_right(words, shift)) * _as_int64(factor)
@@ -144,7 +144,7 @@ def _mix_on_device(words: Tensor) -> Tensor:
 
 
 def shift_right(words: Tensor, count: int) -> Tensor:
-    """Shift the 64 bits of int64 ``words`` right by ``count``. Torch's own shift repeats the sign."""
+    """Shift int64 ``words`` right by ``count`` bits and fill in zeros. Torch's own shift repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -153,7 +153,7 @@ def _as_int64(word: np.uint64) -> int:
 
 
 class Csc(NamedTuple):
-    """In-edges of the nodes ``first_node ... first_node + n``. Compiled code accepts named tuples."""
+    """In-edges of n nodes from ``first_node`` on. A named tuple, because compiled code accepts those."""
 
     indptr: Array
     """(n + 1,) int64, starting at 0."""
@@ -162,13 +162,13 @@ class Csc(NamedTuple):
     weights: Array
     """(E,) float32 non-negative weights. Their length is 0 if all are equal."""
     first_node: int
-    """Global id of the first destination."""
+    """First destination's global id."""
     first_edge: int
-    """Global id of the first edge."""
+    """First edge's global id."""
 
 
 class Rule(NamedTuple):
-    """Sampling rule of one hop."""
+    """Sampling rule for one hop."""
 
     replace: bool
     """Whether an edge may be drawn more than once."""
@@ -179,7 +179,7 @@ class Rule(NamedTuple):
 
 
 def merge_ids(a: Array, b: Array) -> Array:
-    """Return the union of two arrays of ascending distinct ids ((X,) int64)."""
+    """Return the union of two (X,) int64 arrays with ascending distinct ids."""
     if len(a) == 0:
         return b
     if len(b) == 0:
@@ -201,7 +201,7 @@ def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _list_candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> int:
-    """Write the positions in [start, end) of edges that may be drawn to ``out``, and return their number.
+    """Write the positions in [start, end) that may be drawn to ``out``, and return how many there are.
 
     Excluded edges and edges with weight 0 are left out. If ``out`` is too short, it gets the first positions,
     but all are counted. So an empty ``out`` only counts.
@@ -226,10 +226,10 @@ def _list_candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array)
 
 @njit(cache=True, nogil=True)
 def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, starts: Array) -> int:
-    """Write the indptr of the sampled edges, and the start of each destination's in-edges.
+    """Count the edges to sample. Write their row starts, and the start of each destination's in-edges.
 
     Args:
-        csc: Structure that contains all of ``nodes``.
+        csc: Structure that contains all ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Edges per destination, or -1 for all.
         indptr: (K + 1,) output.
@@ -238,14 +238,14 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
     Returns:
         The largest in-degree among ``nodes``.
     """
-    # Arrays are read from their tuple before the loops, because each access would count a reference.
+    # Take the arrays out of their tuple before the loops. Each access would count a reference.
     ends = csc.indptr
     no_output = np.empty(0, np.int64)
     largest = 0
     total = 0
     indptr[0] = 0
 
-    # The usual case without weights and excluded edges has a loop of its own, because it is faster.
+    # The usual case without weights and excluded edges has its own loop, which is faster.
     if len(csc.weights) == 0 and len(rule.exclude) == 0:
         at_least = fanout if rule.replace else 0
         at_most = fanout if fanout >= 0 else ends[-1]
@@ -303,7 +303,7 @@ def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -
     for i in range(count):
         last = degree - count + i
         value, number = draw_below(key, number, last + 1)
-        # Word v >> 6 has the bits of 64 numbers, and v & 63 is the place of v among them.
+        # Word v >> 6 has bits for 64 numbers, and v & 63 is the place of v among them.
         if (bits[value >> 6] >> np.uint64(value & 63)) & np.uint64(1):
             value = last
         bits[value >> 6] |= np.uint64(1) << np.uint64(value & 63)
@@ -317,8 +317,10 @@ def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -
 def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, scores: Array) -> None:
     """Draw by weight without replacement (Efraimidis and Spirakis), with one keyed random number per edge.
 
-    ``out`` receives the len(out) candidates with the smallest scores -log(u) / weight. ``scores`` is a
-    workspace of the same length, which an insertion sort keeps in order.
+    Args:
+        candidates: Positions of the edges to draw from.
+        out: Output. It receives the len(out) candidates with the smallest scores -log(u) / weight.
+        scores: Workspace with the same length, which an insertion sort keeps in order.
     """
     num_kept = 0
     for position in candidates:
@@ -345,7 +347,7 @@ def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, s
 def _draw_weighted_with_replacement(
     csc: Csc, key: np.uint64, choices: Array, out: Array, sums: Array
 ) -> None:
-    """Draw len(out) of ``choices`` by weight. ``sums`` is a workspace for the running sums of weights."""
+    """Draw len(out) entries from ``choices`` by weight. ``sums`` is a workspace for running weight sums."""
     total = 0.0
     for i in range(len(choices)):
         total += csc.weights[choices[i]]
@@ -361,9 +363,14 @@ def _draw_weighted_with_replacement(
 def _draw_unequal(
     csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, choices: Array, out: Array, scratch: Array
 ) -> None:
-    """Write len(out) positions of ``choices``, the edges of a node that may be drawn, to ``out``.
+    """Draw len(out) entries from ``choices``, by weight if the edges have weights.
 
-    ``key`` belongs to the node. Draws by weight without replacement use keys of the edges in ``stream``.
+    Args:
+        stream: Stream with the edges' keys, for draws by weight without replacement.
+        key: The node's key, for other draws.
+        choices: Positions of the node's candidate edges.
+        out: Output.
+        scratch: Workspace for draws by weight.
     """
     if len(out) == 0:
         return
@@ -383,9 +390,9 @@ def _draw_unequal(
 
 @njit(cache=True, nogil=True)
 def draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: Array) -> None:
-    """Write len(out) uniform draws in [0, degree) to ``out``, which are distinct unless ``replace``.
+    """Fill ``out`` with uniform draws in [0, degree). They are distinct unless ``replace``.
 
-    ``bits`` are at least degree / 64 words, which are zero before and after the call.
+    ``bits`` is a workspace with at least degree / 64 words. It is zero before and after the call.
     """
     if replace:
         number = 0
@@ -402,13 +409,13 @@ def draw_hop(
     csc: Csc, nodes: Array, stream: np.uint64, take_all: bool, rule: Rule, space: tuple[Array, Array, int],
     edges: Array,
 ) -> None:  # fmt: skip
-    """Write the global ids of the sampled in-edges of ``nodes`` to ``edges``, by destination.
+    """Draw in-edges of ``nodes``. Write their global ids to ``edges``, by destination.
 
     Args:
-        csc: Structure that contains all of ``nodes``.
+        csc: Structure that contains all ``nodes``.
         nodes: (K,) int64 global ids.
         take_all: Whether the fan-out is -1.
-        space: The ``indptr``, ``starts`` and largest in-degree of :func:`count_hop`.
+        space: The ``indptr``, ``starts`` and largest in-degree from :func:`count_hop`.
         edges: (indptr[-1],) output.
     """
     indptr, starts, largest = space
@@ -426,7 +433,7 @@ def draw_hop(
         start, end = starts[i], ends[np.uint64(nodes[i] - csc.first_node) + np.uint64(1)]
         degree = end - start
 
-        # Plain draws are relative to the start of the node's edges. Candidates are positions in ``csc``.
+        # Plain draws count from the node's first edge. Candidates are positions in ``csc``.
         if all_plain or _is_plain(csc, rule.exclude, start, end):
             if len(out) == degree and (take_all or not rule.replace):
                 for j in range(degree):
@@ -455,19 +462,19 @@ def draw_by_source(
     edges: Array,
     used: int,
 ) -> Array:
-    """Append the global ids of those in-edges of ``nodes`` that are kept, because their sources were drawn.
+    """Draw sources, and keep the in-edges of ``nodes`` from drawn sources. Append their global ids.
 
     This is LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023). Every source has one
-    draw, and an edge is kept if the draw is below fan-out / in-degree of its destination. Destinations with
-    common sources therefore keep the same ones. The fan-out is the mean number of edges of a destination.
+    draw, and an edge is kept if the draw is below fan-out / in-degree at its destination. Destinations with
+    common sources therefore keep the same ones. The fan-out is the mean number of edges per destination.
 
     Args:
-        csc: Structure that contains all of ``nodes``.
+        csc: Structure that contains all ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Mean number of edges per destination; -1 for all.
         exclude: (X,) int64 ascending global edge ids to exclude. The in-degree does not count them.
         indptr: (K + 1,) output.
-        edges: int64 ids. The first ``used`` of them are kept.
+        edges: int64 ids. The first ``used`` ids are kept.
 
     Returns:
         ``edges``, or a longer copy. Its first ``used + indptr[-1]`` entries are set.
@@ -491,7 +498,7 @@ def draw_by_source(
         limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
 
         # A separate loop uses vector instructions. The keys lie where the edges will be, so an edge
-        # overwrites the key of its source or an earlier key.
+        # overwrites its source's key or an earlier key.
         sources, keys = indices[start:end], edges[total : total + end - start].view(np.uint64)
         for j in range(len(sources)):
             keys[j] = item_key(stream, sources[j])
@@ -513,10 +520,10 @@ def draw_by_source(
 def draw_edges(
     csc: Csc, nodes: Array, fanout: int, stream: np.uint64, rule: Rule
 ) -> tuple[Array, Array, Array]:
-    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of sampled in-edges of ``nodes``.
+    """Sample in-edges of ``nodes``. Return the (K + 1,) indptr, sources and global edge ids, all int64.
 
     Args:
-        csc: Structure that contains all of ``nodes``.
+        csc: Structure that contains all ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Edges per destination; -1 for all.
     """
@@ -539,12 +546,12 @@ def draw_edges(
 
 @njit(cache=True, nogil=True)
 def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: bool) -> tuple[Array, Array]:
-    """Return the (K + 1,) indptr and positions in ``csc``, both int64, of edges sampled by weight.
+    """Sample edges by weight. Return the (K + 1,) indptr and the edges' positions in ``csc``, both int64.
 
-    The draws of a node depend only on its id and its edges, not on other nodes of the call.
+    A node's draws depend only on its id and its edges, not on other nodes in the call.
 
     Args:
-        csc: Candidate edges. Row i has those of ``nodes[i]``. ``first_node`` and ``first_edge`` are 0.
+        csc: Candidate edges. Row i has those at ``nodes[i]``. ``first_node`` and ``first_edge`` are 0.
         nodes: (K,) int64 global ids.
         fanout: Edges per node, or -1 for all with a weight above 0.
         replace: Whether an edge may be drawn more than once.
@@ -561,7 +568,7 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
         choices = candidates[:num_candidates]
         out = positions[indptr[i] : indptr[i + 1]]
 
-        # The key of an edge is its place among the node's edges, so that other nodes do not matter.
+        # An edge's key is its place among the node's edges, so that other nodes do not matter.
         node_csc = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
         key = item_key(stream, nodes[i])
         _draw_unequal(node_csc, key, key, rule, choices, out, scratch)

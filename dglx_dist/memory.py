@@ -1,4 +1,4 @@
-"""Memory of the machine and of the process: limits, use, the allocator, and sizes as text."""
+"""Memory on the machine and in the process: limits, use, the allocator, and sizes as text."""
 
 import ctypes
 import logging
@@ -15,12 +15,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, shared pages included."""
+    """Return this process's resident memory in bytes, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes, shared pages included.
+    """Return this process's peak resident memory in bytes, shared pages included.
 
     ``getrusage`` is not used, because its peak includes the process that started this one.
     """
@@ -32,7 +32,7 @@ _GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Mount point, limit, use and reclaimable use of control groups, for version 2 and 1."""
+"""Mount point, limit, use and reclaimable use for control groups, in version 2 and version 1."""
 
 
 def machine_memory(
@@ -40,15 +40,15 @@ def machine_memory(
 ) -> tuple[int, int]:
     """Return the bytes that this process can have at most, and the bytes that it can still get.
 
-    This considers the limits of the process, its control group and the machine.
+    This considers the process's limits, its control group and the machine.
 
     Args:
         mounted: Folder where control groups are mounted.
-        groups: File that names the control groups of this process.
+        groups: File that names this process's control groups.
     """
     machine = psutil.virtual_memory()
     process = psutil.Process().memory_info()
-    # Pairs of a limit and its use, in bytes.
+    # Pairs (limit, use), in bytes.
     limits: list[tuple[int, int]] = []
     for kind, used_bytes in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
         limit = resource.getrlimit(kind)[0]
@@ -69,11 +69,11 @@ def machine_memory(
 
 
 def _read_group_limits(mounted: Path, group: Path) -> list[tuple[int, int]]:
-    """Return the limits of memory of a control group, and how much memory it uses, in bytes."""
+    """Return a control group's memory limits, each with the memory in use, in bytes."""
     limits = []
     for mount, limit_name, used_name, reclaimable_name in _GROUPS:
         folder = mounted / mount / group
-        # A file is missing in the other version, and has a word in place of a number without a limit.
+        # The other version lacks the file. Without a limit, the file has a word in place of a number.
         with suppress(OSError, ValueError, KeyError):
             limit = int((folder / limit_name).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -82,7 +82,7 @@ def _read_group_limits(mounted: Path, group: Path) -> list[tuple[int, int]]:
     return limits
 
 
-# Numbers of <malloc.h>.
+# Numbers from <malloc.h>.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _MMAP_MAX = -4
@@ -96,7 +96,7 @@ def keep_memory() -> bool:
     """Make glibc keep freed memory for the next allocation. Return False with another C library.
 
     By default glibc maps each tensor above 32 MiB anew, so its pages are faulted in and cleared in every
-    step. This took 37 % of the processor time of GraphSAGE 3 x 256 on sampled blocks. The cost is memory: a
+    step. For GraphSAGE 3 x 256 on sampled blocks, this took 37 % of the processor time. The cost is memory: a
     process keeps its peak, which was 12 % higher in that run.
     """
     is_set = _set_allocator((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
@@ -110,11 +110,11 @@ def keep_memory() -> bool:
 def return_memory(large: int = 1 << 20) -> bool:
     """Make glibc return freed memory to the system. Return False with another C library.
 
-    Allocations of ``large`` bytes or more are mapped separately from then on. Smaller free pieces are
-    returned once. Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the
+    From then on, allocations with at least ``large`` bytes are mapped separately. Smaller free pieces are
+    returned once. Kept memory is fragmented: full-graph training with GraphSAGE held 1.4 to 1.6 times the
     memory in use.
     """
-    # A threshold that is set is not raised by glibc when a large block is freed.
+    # Once a threshold is set, glibc does not raise it when a large block is freed.
     settings = (_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large)
     is_set = _set_allocator(*settings)
     if is_set:
@@ -149,7 +149,7 @@ def read_size(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with three digits and a decimal unit: 1536 gives ``1.54 KB``."""
+    """Format a byte count with three digits and a decimal unit: 1536 gives ``1.54 KB``."""
     value = float(num_bytes)
     units = ["PB", "TB", "GB", "MB", "KB", "B"]
     # The format below would write 999.5 as 1e+03.

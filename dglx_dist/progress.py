@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar on terminals, otherwise a line now and then."""
+"""Progress display for long operations: a bar on terminals, otherwise a line now and then."""
 
 import logging
 import re
@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 Figures: TypeAlias = Callable[[float, float], Mapping[str, str]]
-"""Maps finished units and units per second to the cells of a table. Called from another thread."""
+"""Maps (finished units, units per second) to table cells. Called from another thread."""
 _CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with its control codes, line ends and marks of direction escaped, like ``\\x1b``."""
+    """Return ``text`` with control codes, line ends and direction marks escaped, like ``\\x1b``."""
     return _CODES.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
 
 
@@ -29,7 +29,7 @@ def escape_lines(text: str) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Log formatter that escapes control codes, which names of the user may contain."""
+    """Log formatter that escapes control codes, because the user's names may contain them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_lines(super().format(record))
@@ -37,7 +37,7 @@ class VisibleFormatter(logging.Formatter):
 
 @final
 class PlainConsole(Console):
-    """Console that prints texts literally, also in cells of tables, and escapes their control codes."""
+    """Console that prints texts literally, also in table cells, and escapes their control codes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -48,11 +48,11 @@ class PlainConsole(Console):
 
 @dataclass(frozen=True)
 class Advance:
-    """Handle of a progress bar. Call it with the number of units finished since the last call."""
+    """Handle for a progress bar. Call it with the number of units finished since the last call."""
 
     move: Callable[[int], None]
     say: Callable[[str], None]
-    """Prints a line of text, above the bar if there is one. Does nothing if progress is not enabled."""
+    """Prints a line, above the bar if there is one. Does nothing if progress is not enabled."""
     show: Callable[[str], None]
     """Shows the current state behind the description. Does nothing without a bar."""
 
@@ -64,9 +64,9 @@ class Advance:
 def progress(
     description: str, total: int, *, enabled: bool = True, figures: Figures | None = None
 ) -> Iterator[Advance]:
-    """Show the progress of ``total`` units on standard error and yield its handle.
+    """Show progress through ``total`` units on standard error, and yield a handle for it.
 
-    On a terminal, a table of ``figures`` below the bar is updated a few times a second.
+    On a terminal, a table with ``figures`` below the bar is updated a few times a second.
     """
     if not enabled:
         yield Advance(_do_nothing, _do_nothing, _do_nothing)
@@ -84,7 +84,7 @@ def progress(
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
     ]
-    # A table of figures takes the place of the remaining time.
+    # A table with figures replaces the remaining time.
     if figures is None:
         columns.append(TimeRemainingColumn())
     with _Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
@@ -115,7 +115,7 @@ class _Bar(Progress):
 
 
 _LINE_INTERVAL_S = 30.0
-"""Seconds between two lines of progress."""
+"""Seconds between two progress lines."""
 
 
 def _report_lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:

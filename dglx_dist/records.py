@@ -1,7 +1,7 @@
 """Frozen records that all packages share.
 
 Shape letters in docstrings: N nodes, E edges, F feature columns, K requested rows, P parts, W ranks, S
-servers, B seeds of a batch.
+servers, B seeds in a batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EdgeType: TypeAlias = tuple[str, str, str]
 """Canonical edge type: (source node type, relation, destination node type)."""
 
 NODE_TYPE = "_N"
-"""DGL's name of the only node type of a homogeneous graph."""
+"""DGL's name for the only node type in a homogeneous graph."""
 
 EDGE_TYPE: EdgeType = ("_N", "_E", "_N")
-"""DGL's name of the only edge type of a homogeneous graph."""
+"""DGL's name for the only edge type in a homogeneous graph."""
 
 
 def format_type(kind: str | EdgeType) -> str:
@@ -31,15 +31,15 @@ def format_type(kind: str | EdgeType) -> str:
 
 
 REVERSE = "-rev"
-"""Suffix of reverse relations, as in GraphStorm."""
+"""Suffix for reverse relations, as in GraphStorm."""
 
 FEATURE, LABEL = "feat", "label"
 SEED_ID = "seed_id"
-"""Node column of blocks with a tree for each seed: the position of the seed in the batch."""
+"""Node column in blocks with a tree for each seed: the seed's position in the batch."""
 TIME = "time"
-"""Node column of blocks with times: the seed's time."""
+"""Node column in blocks with times: the seed's time."""
 ROW_ID = "_row_id"
-"""Node column of blocks with a tree for each seed: an id of the row, because a node has several rows."""
+"""Node column in blocks with a tree for each seed: the row's id, because a node has several rows."""
 SPLITS = TRAIN, VALIDATION, TEST = ("train_mask", "val_mask", "test_mask")
 
 
@@ -52,7 +52,7 @@ class SparseRows:
     indices: Array
     """(nnz,) int32 columns in [0, F)."""
     values: Array
-    """(nnz,) values of any numeric dtype."""
+    """(nnz,) values with any numeric dtype."""
     num_columns: int
 
     @property
@@ -65,7 +65,7 @@ class SparseRows:
         return self.values.dtype
 
     def dense(self, rows: Array) -> Array:
-        """Return the dense rows ``rows`` ((K,) int64, any order) as (K, F)."""
+        """Return the rows at the (K,) int64 indices ``rows``, in any order, as a dense (K, F) array."""
         starts = self.indptr[rows]
         counts = self.indptr[rows + 1] - starts
         # For each value that is not zero: its row in the result, and its place among that row's values.
@@ -86,8 +86,8 @@ NodeColumn: TypeAlias = Array | SparseRows
 class RawGraph:
     """A graph in memory or memory-mapped, as a dataset source returns it.
 
-    Ids are 0..N-1 per node type, in the order of the source. A homogeneous graph has the node type ``_N`` and
-    the edge type ``("_N", "_E", "_N")``.
+    Ids are 0..N-1 per node type, in the source's order. A homogeneous graph has the node type ``_N`` and the
+    edge type ``("_N", "_E", "_N")``.
     """
 
     name: str
@@ -97,15 +97,15 @@ class RawGraph:
     node_data: Mapping[str, Mapping[str, NodeColumn]] = field(default_factory=dict)
     """Node type to name to (N, ...) array. Usual names: feat, label, train_mask, val_mask, test_mask."""
     edge_data: Mapping[EdgeType, Mapping[str, Array]] = field(default_factory=dict)
-    """Edge type to name to (E, ...) array in the order of ``edges``."""
+    """Edge type to name to (E, ...) array, ordered like ``edges``."""
     edge_ids: Mapping[EdgeType, Array] = field(default_factory=dict)
     """Edge type to (E,) ids in the source, a permutation of 0..E-1, if ``edges`` are in another order."""
     num_classes: Mapping[str, int] = field(default_factory=dict)
-    """Node type to the number of classes of its ``label``. A node without a label has -1."""
+    """Node type to the class count in its ``label``. A node without a label has -1."""
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Node type, or edge type as SOURCE:RELATION:DESTINATION, to the class names of its ``label``."""
+    """Node type, or edge type as SOURCE:RELATION:DESTINATION, to the class names in its ``label``."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)
-    """Node type to (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
+    """Node type to the user's own (N,) int64 or unicode ids, if they are not 0..N-1."""
 
     @property
     def is_homogeneous(self) -> bool:
@@ -114,18 +114,18 @@ class RawGraph:
 
     @property
     def total_nodes(self) -> int:
-        """Number of nodes of all types."""
+        """Node count over all types."""
         return sum(self.num_nodes.values())
 
     @property
     def total_edges(self) -> int:
-        """Number of edges of all types."""
+        """Edge count over all types."""
         return sum(len(src) for src, _ in self.edges.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Assignment of every node to a part."""
+    """The part that every node is assigned to."""
 
     num_parts: int
     part_of: Mapping[str, Array]
@@ -133,12 +133,12 @@ class Assignment:
     method: str
     seed: int
     parameters: Mapping[str, object] = field(default_factory=dict)
-    """Options and promises of the partitioner. JSON values only."""
+    """The partitioner's options and promises. JSON values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnInfo:
-    """Dtype and row shape of a named node or edge tensor."""
+    """Dtype and row shape for a named node or edge tensor."""
 
     dtype: str
     """Torch's name without the prefix: float32, bfloat16, int64, bool, ..."""
@@ -153,7 +153,7 @@ class StepShare:
     num_local: int
     num_global: int
     step_number: int | None = field(default=None, compare=False)
-    """Number of the step in the run, equal on all ranks. It keys dropout. None: unknown."""
+    """The step's number in the run, equal on all ranks. It keys dropout. None: unknown."""
 
 
 STANDARD_ERROR = "_se"
@@ -162,50 +162,50 @@ STANDARD_ERROR = "_se"
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """Figures of one epoch over all ranks. Counts and bytes are sums, times are means over the ranks.
+    """Figures for one epoch over all ranks. Counts and bytes are sums, times are means over the ranks.
 
-    ``wait_s``, ``compute_s`` and ``exchange_s`` sum to ``seconds``. The times of the loader's threads overlap
-    with them.
+    ``wait_s``, ``compute_s`` and ``exchange_s`` sum to ``seconds``. The loader's threads work at the same
+    time, so their times overlap with these.
     """
 
     epoch: int
     loss: float
-    """Mean over the targets of the epoch."""
+    """Mean over the epoch's targets."""
     train_accuracy: float
     """Accuracy in training. NaN if a task has no classes."""
     val_accuracy: float | None
     """Validation accuracy. None if this epoch was not evaluated or a task has no classes."""
     seconds: float
-    """Wall-clock time of training on the slowest rank, without evaluation."""
+    """Wall-clock training time on the slowest rank, without evaluation."""
     num_samples: int
     sample_s: float = 0.0
-    """Time of sampling neighbours and building blocks, on the loader's threads."""
+    """Time for sampling neighbours and building blocks, on the loader's threads."""
     fetch_s: float = 0.0
-    """Time of reading feature and label rows, local and remote, on the loader's threads."""
+    """Time for reading feature and label rows, local and remote, on the loader's threads."""
     wait_s: float = 0.0
     """Time that the training loop waited for the loader."""
     compute_s: float
-    """Time of forward, backward and optimizer, without exchange."""
+    """Time for forward, backward and optimizer, without exchange."""
     exchange_s: float = 0.0
-    """Time of exchanging gradients or activations."""
+    """Time for exchanging gradients or activations."""
     bytes_inside: int = 0
-    """Payload between ranks of one server, in bytes."""
+    """Payload between ranks on the same server, in bytes."""
     bytes_outside: int = 0
     """Payload between servers, in bytes."""
     cache_hits: int = 0
-    """Rows of other servers found in a cache of remote rows."""
+    """Rows on other servers that were found in a cache of remote rows."""
     cache_misses: int = 0
-    """Rows of cached tensors that had to be fetched."""
+    """Rows in cached columns that had to be fetched."""
     checkpoint_s: float = 0.0
     """Time that training stood still for checkpoints on the slowest rank. Not part of ``seconds``."""
     evaluation_s: float = 0.0
-    """Time of the evaluation after this epoch on the slowest rank. Not part of ``seconds``."""
+    """Time for the evaluation after this epoch on the slowest rank. Not part of ``seconds``."""
     evaluation_bytes_outside: int = 0
-    """Payload between servers of that evaluation, in bytes. Not part of ``bytes_outside``."""
+    """Payload between servers during that evaluation, in bytes. Not part of ``bytes_outside``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the validation and test targets, like ``val_f1_micro``. Empty if not evaluated.
+    """Metrics on the validation and test targets, like ``val_f1_micro``. Empty if not evaluated.
 
-    Without standard errors, like ``val_f1_micro_se``, they are exact.
+    They are exact unless they have standard errors, like ``val_f1_micro_se``.
     """
 
     @property
@@ -214,7 +214,7 @@ class EpochRecord:
         return self.num_samples / self.seconds if self.seconds > 0 else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the finite numbers of ``metrics.jsonl`` except the epoch. Nested ones keep their names."""
+        """Return the finite numbers in ``metrics.jsonl`` without the epoch. Nested ones keep their names."""
         figures: dict[str, Any] = {}
         for name, value in asdict(self).items():
             if isinstance(value, Mapping):
@@ -232,7 +232,7 @@ class EpochRecord:
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Share of hits among remote rows of cached tensors. None without a cache or without remote rows."""
+        """Share of hits among remote rows in cached columns. None without a cache or without remote rows."""
         total = self.cache_hits + self.cache_misses
         if total == 0:
             return None
@@ -241,21 +241,21 @@ class EpochRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IdRanges:
-    """Homogeneous ids of nodes or edges as DGL numbers them: part by part, and type by type within a part.
+    """Homogeneous node or edge ids as DGL numbers them: part by part, and type by type within a part.
 
-    T is the number of types, P the number of parts.
+    There are T types and P parts.
     """
 
     starts: Array
-    """(T, P) int64: first id of the type's nodes (or edges) in the part."""
+    """(T, P) int64: the first id that a type's nodes (or edges) have in the part."""
     counts: Array
     """(T, P) int64."""
 
     @staticmethod
     def from_offsets(offsets: Sequence[Array]) -> IdRanges:
-        """Return the ranges for T arrays (P + 1,) of per-type offsets."""
+        """Return the ranges for T arrays with (P + 1,) per-type offsets."""
         counts = np.stack([np.diff(type_offsets) for type_offsets in offsets]).astype(np.int64)
-        # Transposed, the ranges are in the order of the ids: part by part.
+        # Transposed, the ranges are in id order: part by part.
         counts_by_part = counts.T
         ends = np.cumsum(counts_by_part.ravel())
         starts_by_part = np.concatenate([[0], ends])[:-1].reshape(counts_by_part.shape)
@@ -267,25 +267,25 @@ class IdRanges:
         return np.pad(np.cumsum(self.counts, axis=1), ((0, 0), (1, 0)))
 
     def part_range(self, part: int) -> tuple[int, int]:
-        """Return the first id of a part and the first id after it."""
+        """Return the first id in a part and the first id after it."""
         first = int(self.starts[0, part])
         return first, first + int(self.counts[:, part].sum())
 
     def from_typed(self, type_id: int, ids: Array) -> Array:
-        """Return the homogeneous ids of per-type ids (K,) of type number ``type_id``."""
+        """Turn (K,) per-type ids into homogeneous ids. ``type_id`` is the type's number."""
         offsets = self.offsets[type_id]
         part = np.searchsorted(offsets[1:], ids, side="right")
         return self.starts[type_id][part] + (ids - offsets[part])
 
     def locate(self, ids: Array) -> tuple[Array, Array]:
-        """Return the type number and the part of homogeneous ids (K,)."""
-        # The ranges are numbered in the order of the ids: part by part, and by type within a part.
+        """Return the type number and the part for each of the (K,) homogeneous ids."""
+        # The ranges are numbered in id order: part by part, and by type within a part.
         ends = (self.starts + self.counts).T.ravel()
         range_index = np.searchsorted(ends, ids, side="right")
         num_types = len(self.starts)
         return range_index % num_types, range_index // num_types
 
     def to_typed(self, ids: Array) -> tuple[Array, Array]:
-        """Return the type number and the per-type id of homogeneous ids (K,)."""
+        """Return the type number and the per-type id for each of the (K,) homogeneous ids."""
         type_id, part = self.locate(ids)
         return type_id, ids - self.starts[type_id, part] + self.offsets[type_id, part]

@@ -1,4 +1,4 @@
-"""Drop-in for ``dgl.dataloading`` with this package's loaders; a script only changes its import.
+"""Drop-in for ``dgl.dataloading`` with this package's loaders. A script only changes its import.
 
 Samplers, including negative samplers, are DGL's own.
 """
@@ -20,8 +20,8 @@ from dgl.dataloading import negative_sampler as negative_sampler
 def __getattr__(name: str) -> Any:
     """Resolve this package's loaders by name.
 
-    Raises ImportError if DGL has ``name``, but only for graphs of one process, and AttributeError if DGL does
-    not have ``name`` either.
+    Raises ImportError if DGL has ``name``, but only for graphs in one process. Raises AttributeError if DGL
+    does not have ``name`` either.
     """
     if name in ("ClusterGCNSampler", "DataLoader", "DistEdgeDataLoader", "DistNodeDataLoader"):
         # The public loaders live in the top-level package, which is always imported before this one.

@@ -1,4 +1,4 @@
-"""The sampler of clusters."""
+"""A sampler that batches clusters of nodes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @final
 class ClusterGCNSampler(Sampler):
-    """Clusters of a graph, whose induced subgraphs are batches (Chiang et al., KDD 2019).
+    """Clusters in a graph. Batches are the subgraphs that clusters induce (Chiang et al., KDD 2019).
 
-    This is ``dgl.dataloading.ClusterGCNSampler`` for a distributed graph with one node and one edge type.
-    The constructor is collective. Every part of the dataset is cut into clusters with about the same number
-    of nodes. So the nodes of a cluster are on one server, and clusters do not depend on the number of ranks.
-    Pass a loader the ids of the clusters of its rank: ``dx.DataLoader(g, sampler.split(), sampler)``. It
-    yields one DGLGraph for ``batch_size`` clusters, with the edges between them. Edges to other nodes are
-    missing, so training is not exact.
+    This is ``dgl.dataloading.ClusterGCNSampler`` for a distributed graph with one node and one edge type. The
+    constructor is collective. Every part is cut into clusters with about the same number of nodes. So a
+    cluster's nodes are on one server, and clusters do not depend on the number of ranks. Pass a loader its
+    rank's cluster ids: ``dx.DataLoader(g, sampler.split(), sampler)``. It yields one DGLGraph for
+    ``batch_size`` clusters, with the edges between them. Edges to other nodes are missing, so training is not
+    exact.
 
     Args:
         k: Number of clusters, at least one for each part of the dataset.
-        train_mask: Name of the bool column of the nodes that the loop's loss is a mean over. The gradients of
-            the ranks are weighted by their numbers. None: the loss is over all nodes of a batch.
-        method: Name of the partitioner, as for ``dglx partition``.
-        seed: Seed of the partitioner.
+        train_mask: Name of the bool column that marks the nodes which the loop's loss is a mean over. Their
+            counts weight the ranks' gradients. None: the loss is over all nodes in a batch.
+        method: Partitioner name, as for ``dglx partition``.
+        seed: Random seed for the partitioner.
         prefetch_ndata, prefetch_edata: Names of the columns to attach to a batch.
 
     Raises:
@@ -70,18 +70,18 @@ class ClusterGCNSampler(Sampler):
         own_clusters, own_targets, servers = run_on_all_ranks(g.session, cut, ConfigError)
         check_equal(g.session, "the clusters", f"k={k}, {train_mask=}, {method=}, {seed=}")
         self.folder = g.dataset.folder
-        """Folder of the dataset."""
+        """The dataset's folder."""
 
         # Every part is cut by one rank, and the other ranks have zeros there.
         clusters = np.zeros(g.num_nodes(), np.int32)
         for part_clusters in gather_arrays(own_clusters, g.session):
             clusters[part_clusters[:, 0]] = part_clusters[:, 1]
         self.num_targets = gather_int64(own_targets, g.session).sum(axis=0)
-        """(k,) int64 number of targets of each cluster."""
+        """(k,) int64 target count in each cluster."""
         self._server_of_cluster = servers
         self._topology = g.session.topology
 
-        # The nodes of cluster c are nodes[starts[c]:starts[c + 1]], in ascending order.
+        # Cluster c has nodes[starts[c]:starts[c + 1]], in ascending order.
         self._nodes = np.argsort(clusters, kind="stable")
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(clusters, minlength=k))])
 
@@ -89,18 +89,18 @@ class ClusterGCNSampler(Sampler):
         return len(self._starts) - 1
 
     def split(self) -> torch.Tensor:
-        """Return the int64 ids of this rank's clusters, which are its share of the server's clusters."""
+        """Return this rank's int64 cluster ids, which are its share of the server's clusters."""
         of_server = np.flatnonzero(self._server_of_cluster == self._topology.server)
         num_ranks = len(self._topology.ranks_of_server(self._topology.server))
         return torch.from_numpy(of_server[self._topology.local_rank :: num_ranks])
 
     def nodes(self, clusters: Array) -> Array:
-        """Return the int64 ids of the nodes of ``clusters``."""
+        """Return the int64 node ids in ``clusters``."""
         pieces = [self._nodes[self._starts[c] : self._starts[c + 1]] for c in clusters.tolist()]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
     def sample(self, g: Any, indices: Any) -> NoReturn:
-        """Raise ConfigError, because only the loaders of this package sample clusters."""
+        """Raise ConfigError, because only this package's loaders sample clusters."""
         raise ConfigError(
             f"ClusterGCNSampler does not sample {type(g).__name__} itself. Pass it to dx.DataLoader."
         )
@@ -109,11 +109,11 @@ class ClusterGCNSampler(Sampler):
 def _cut_parts(
     g: DistGraph, k: int, train_mask: str | None, partitioner: Partitioner, seed: int
 ) -> tuple[Array, Array, Array]:
-    """Cut the parts of this rank into clusters. This function calls no other rank.
+    """Cut this rank's parts into clusters. This function calls no other rank.
 
     Returns:
-        (n, 2) int64 nodes and their clusters, the (k,) number of targets in the clusters of this rank, and
-        the (k,) servers of all clusters.
+        (n, 2) int64 nodes and their clusters, (k,) target counts in this rank's clusters, and the (k,)
+        servers of all clusters.
     """
     if not g.is_homogeneous:
         raise ConfigError("ClusterGCNSampler supports one node type and one edge type, as in DGL.")
@@ -150,7 +150,7 @@ def _cut_parts(
 
 
 def _read_mask(g: DistGraph, name: str, nodes: Array) -> Array:
-    """Return the (n,) bool values of a mask at ``nodes``. Raise ConfigError if the column is no mask."""
+    """Return a mask's (n,) bool values at ``nodes``. Raise ConfigError if the column is not a mask."""
     values = view_as_numpy(g.ndata[name][torch.from_numpy(nodes)])
     if values.ndim != 1 or not np.isin(values, [0, 1]).all():
         raise ConfigError(
@@ -161,7 +161,7 @@ def _read_mask(g: DistGraph, name: str, nodes: Array) -> Array:
 
 
 def _share_clusters(k: int, part_sizes: Array) -> Array:
-    """Return the (P + 1,) int64 first clusters of the parts. Their shares follow their numbers of nodes."""
+    """Divide k clusters among the parts by node count. Return the parts' (P + 1,) int64 first clusters."""
     is_used = part_sizes > 0
     num_used = int(is_used.sum())
     if k < num_used:
@@ -169,13 +169,13 @@ def _share_clusters(k: int, part_sizes: Array) -> Array:
             f"k={k}, but the dataset has {num_used} parts, and a cluster is within a part. Use more clusters."
         )
 
-    # Each part with nodes has one cluster. The other clusters are shared by rounding the running total.
+    # Each part with nodes gets one cluster. The remaining clusters are shared by rounding the running total.
     ends = np.cumsum(part_sizes) * (k - num_used) // max(int(part_sizes.sum()), 1)
     return np.concatenate([[0], ends + np.cumsum(is_used)])
 
 
 def _read_part(structure: Structure, first: int, end: int) -> RawGraph:
-    """Return the nodes ``first`` to ``end`` of one part and the edges between them, renumbered from 0."""
+    """Return one part's nodes ``first`` to ``end`` and the edges between them, renumbered from 0."""
     shard = next(s for s in structure.shards if s.first_node <= first and end <= s.last_node)
     edges = all_in_edges(shard, np.arange(first, end))
     destinations = np.repeat(np.arange(end - first), np.diff(edges.indptr))

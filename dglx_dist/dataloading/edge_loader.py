@@ -138,7 +138,7 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, reverse_etype: EdgeType) -> DistTensor:
-    """Find the reverse edge for every edge with type ``etype``. Every rank must call this.
+    """Find the reverse edge for every edge of type ``etype``. Every rank must call this.
 
     Edges at the same position in the source's edge list belong together if their ends agree. Otherwise edges
     are matched by their ends, because parts that DGL has cut list the edges of the cut graph.
@@ -295,7 +295,7 @@ class MergedPairs:
     etypes: tuple[EdgeType, ...]
     """The R edge types in the pair graph."""
     sizes: tuple[int, ...]
-    """(R,) edge count for each type. They add up to E."""
+    """(R,) edge counts by type. They add up to E."""
     ends: Tensor
     """(2, E) int64 sources and destinations: row numbers over all nodes, type by type."""
     relation: Tensor
@@ -376,7 +376,7 @@ _TYPE_SHIFT = 44
 
 
 PairTimes: TypeAlias = Sequence[Mapping[EdgeType, Array]]
-"""(P,) time keys by edge type: one mapping for the positive pairs, and one for the negative pairs if any."""
+"""(P,) time keys by edge type: one mapping for positive pairs, and possibly one for negative pairs."""
 
 
 def build_pairs(
@@ -449,9 +449,15 @@ def build_pairs(
 
 
 def _split_by_time(nodes: Array, rows: Array, times: Array) -> tuple[Array, Array, Array]:
-    """Give each distinct (node, time) its own row. Return the nodes, the times, and the (K,) new row numbers.
+    """Give each distinct (node, time) its own row.
 
-    ``rows`` are (K,) indices in ``nodes``, and ``times`` are their (K,) times.
+    Args:
+        nodes: Distinct nodes.
+        rows: (K,) indices in ``nodes``.
+        times: (K,) times.
+
+    Returns:
+        The node and the time of each new row, and (K,) indices of the new rows.
     """
     moments, moment_of_row = np.unique(times, return_inverse=True)
     # A key combines a node and a moment in one number.
@@ -549,7 +555,7 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     user_function: str = ""
     """Name of an option that the user set to a function. Its draws may not be repeatable. Empty if none."""
     signature: str = ""
-    """String that is equal on ranks that draw the same pairs."""
+    """String that is equal on two ranks if they draw the same pairs."""
 
     def offline(self) -> EdgeMaker:
         if self.user_function:
@@ -706,8 +712,8 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         options: The same options as for :class:`DataLoader`. ``batch_size`` counts edges over all types.
 
     Raises:
-        ConfigError: on all ranks, if one rank has an unknown type, a repeated edge, wrong reverse edges or an
-            ``exclude`` mode without its options, or if ranks differ in ``batch_size`` or ``drop_last``.
+        ConfigError: on all ranks, if a rank has an unknown type, a repeated edge, wrong reverse edges or an
+            ``exclude`` mode without its options. Also if ranks differ in ``batch_size`` or ``drop_last``.
         IndexError: an id is not an edge. The other ranks raise ConfigError.
         PeerError: a rank did not take part.
     """

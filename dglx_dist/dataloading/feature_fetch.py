@@ -54,15 +54,18 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 
 @final
 class RowMemory:
-    """Buffers that hold column rows for batches. Also converts rows to the batches' floating-point ``dtype``.
+    """Buffers that hold column rows for batches. Thread-safe.
 
     Page faults for a new array cost as much as filling the array, so arrays are reused. An array is idle when
-    no view or tensor of it exists, so batches need not return it. At most ``num_batches`` arrays are kept per
-    column. Thread-safe.
+    no view or tensor of it exists, so batches need not return it.
 
-    Half precision saves disk, memory and network traffic, but few models compute in it. If ``dtype`` is None,
-    float16 and bfloat16 become float32, and other dtypes stay. Integers and booleans are never converted. If
-    ``device`` is a GPU, the memory is page-locked so that rows can be copied from there.
+    Args:
+        num_batches: Maximum number of arrays to keep per column.
+        dtype: Floating-point dtype of rows in batches. None turns float16 and bfloat16 into float32 and keeps
+            other dtypes. Half precision saves disk, memory and network traffic, but few models compute in it.
+            Integers and booleans are never converted.
+        device: Device that batches go to. For a GPU, the memory is page-locked so that rows can be copied
+            from there.
     """
 
     def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None, device: Any = _CPU) -> None:
@@ -77,7 +80,7 @@ class RowMemory:
     def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
         """Return an uninitialised (``count``, *row) tensor for column ``key``. ``count`` may be 0.
 
-        The tensor is a view of the array that has been idle longest, or of an array that replaces it.
+        The tensor is a view of the longest idle array. If that is too small, a new array replaces it.
         """
         width = math.prod(info.row_shape)
         if count == 0 or width == 0:
@@ -107,7 +110,7 @@ class RowMemory:
         """Return an uninitialised array, in page-locked memory if batches go to a GPU."""
         if self.device.type != "cuda":
             return np.empty(shape, numpy_dtype(info.dtype))
-        # Keep the array that torch returns, because only that one counts as the views' base.
+        # Keep the array that torch returns, because it is the base of all views.
         dtype = torch.int16 if info.dtype == "bfloat16" else torch_dtype(info.dtype)
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()).numpy()
 
@@ -126,7 +129,7 @@ class RowMemory:
 
 
 def _count_references(arrays: Sequence[Array]) -> list[int]:
-    """Count the references to each array, including those that the loop in this function holds."""
+    """Count the references to each array, including the references that this function's loop holds."""
     # A comprehension would hold other references than this loop.
     counts = []
     for array in arrays:
@@ -170,7 +173,7 @@ class Columns:
         return {key: inputs.get(ntype, NO_ROWS) for ntype, _name, key in _iterate_columns(self.inputs)}
 
     def claim(self, store: KVStore) -> ClaimedRows:
-        """Reserve and return the input columns' look-ahead rows, except for those that another loader has."""
+        """Reserve and return the input columns' look-ahead rows. Skip those that another loader holds."""
         claimed_rows = {}
         for key in self.group_inputs({}):
             ahead = store.column(key).ahead
@@ -186,7 +189,7 @@ class Columns:
 WINDOW_BYTES = 256 << 20
 """Maximum total bytes in sampled batches that wait to be requested."""
 MAX_REQUESTED = 4
-"""Maximum number of batches whose rows are requested ahead of the delivered batch."""
+"""Maximum number of batches to request rows for ahead of the delivered batch."""
 
 
 class Sampled(Protocol):
@@ -255,7 +258,7 @@ def look_ahead(
 
 
 def _is_full(requested: Sequence[Sampled], claimed_rows: ClaimedRows) -> bool:
-    """Return whether the consumer must take a batch before more rows are requested."""
+    """Return whether the consumer must take a batch before more rows may be requested."""
     if len(requested) <= 1:
         return False
     return len(requested) > MAX_REQUESTED or any(rows.is_busy for rows in claimed_rows.values())
@@ -337,7 +340,7 @@ class OnDemandColumns(dict[str, Any]):
         self, columns: Mapping[str, Any], g: DistGraph, kind: str | EdgeType, warned: set[str]
     ) -> None:
         super().__init__(columns)
-        # Keep the current ids, because scripts for DistDGL see other edge ids in the frame.
+        # Keep the current ids, because the frame may show other edge ids to scripts for DistDGL.
         self._ids = columns.get(_ID)
         self._g = g
         self._type_name = kind

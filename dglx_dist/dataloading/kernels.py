@@ -19,7 +19,7 @@ class NodeTable(NamedTuple):
     """Table that maps a node to its number within the batch."""
 
     slots: Array
-    """Direct: (N,) uint32, one per node. Hashed: (C,) uint32, C a power of two, one per slot."""
+    """Direct: (N,) uint32, one per node. Hashed: (C,) uint32, one per slot. C is a power of two."""
     keys: Array
     """Direct: length 0. Hashed: (C,) int64, the node in each slot."""
     base: int
@@ -43,7 +43,7 @@ def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, n
     """Do the work of :func:`number_nodes` with a direct table."""
     slots = table.slots
     base = np.uint32(table.base)
-    # Positions are unsigned, because with signed ones every access would first test for negative values.
+    # Positions are unsigned, because every access by a signed one would first test for negative values.
     end = np.uint64(count)
     for i in range(len(sources)):
         node = np.uint64(sources[i])
@@ -88,11 +88,11 @@ def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, num
         sources: (K,) global ids, which may be repeated.
         nodes: Global ids by number. The first ``count`` are set. The length is at least ``count`` + K + 1,
             because an id is written before it is known to be new.
-        count: How many nodes the batch had before the call.
+        count: Number of nodes in the batch before the call.
         numbers: (K,) output.
 
     Returns:
-        How many nodes the batch has after the call.
+        Number of nodes in the batch after the call.
     """
     if len(table.keys) == 0:
         return int(_number_direct(table, sources, nodes, count, numbers))
@@ -138,7 +138,7 @@ class Schema:
 
     @property
     def offsets(self) -> Array:
-        """(T + 1,) int64 offsets. Node i with type t has the unique key ``offsets[t] + i``."""
+        """(T + 1,) int64 offsets. Node i of type t has the unique key ``offsets[t] + i``."""
         return np.cumsum([0, *self.num_nodes])
 
     @property
@@ -156,9 +156,9 @@ class Relations(NamedTuple):
     offsets: Array
     """(T + 1,) int64 first key for each node type."""
     source_types: Array
-    """(R,) int64 source type of each edge type, as an index."""
+    """(R,) int64 index of each edge type's source type."""
     destination_types: Array
-    """(R,) int64 destination type of each edge type, as an index."""
+    """(R,) int64 index of each edge type's destination type."""
     indptr: Array
     """(R,) int64 addresses. Each array has shape (N + 1,) and dtype int64."""
     indices: Array
@@ -336,7 +336,8 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
 @njit(cache=True, nogil=True)
 def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
     """Return a table with space for ``more`` further nodes that holds the numbers of ``nodes``."""
-    # A hashed table that is at most half full has short searches. A direct table has a slot for every node.
+    # Searches are short in a hashed table that is at most half full. A direct table has a slot for every
+    # node.
     num_slots = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= num_slots:
         return table
@@ -407,7 +408,7 @@ def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _make_rule(request: SampleRequest, relation: int) -> Rule:
-    """Return the rule for drawing edges with type ``relation``, with this type's excluded edges."""
+    """Return the rule for drawing edges of type ``relation``, with this type's excluded edges."""
     first = request.exclude_ends[relation]
     last = request.exclude_ends[relation + 1]
     return Rule(request.replace, request.exclude[first:last], request.by_source)
@@ -557,10 +558,16 @@ def _draw(
     edges_and_weights: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    """Draw one hop, type by type. Return the batch's edges and weights so far, including this hop.
+    """Draw one hop, type by type.
 
-    Fills in ``hop.indptr``, and ``hop.ends`` after ``ends[0]``. ``by_source`` is None for plain sampling,
-    which has no weights. Beyond the last end, ``edges`` has spare entries with undefined values.
+    Args:
+        nodes: Nodes so far.
+        hop: What to draw. ``hop.indptr``, and ``hop.ends`` after ``ends[0]``, are filled in.
+        edges_and_weights: The batch's edges and weights before this hop.
+        by_source: ``request.by_source``, or None for plain sampling, which has no weights.
+
+    Returns:
+        The batch's edges and weights, including this hop. Beyond the last end, edges are undefined.
     """
     edges, weights = edges_and_weights
     first_row = 0
@@ -701,7 +708,7 @@ class ThreadTable:
 
     @property
     def table(self) -> NodeTable:
-        """The table for the next batch. Pass the table that the kernel returns to :meth:`keep`."""
+        """The table for the next batch. The kernel returns a table to pass to :meth:`keep`."""
         # Numbers within a batch stay below 2**31, so the 32-bit entries cannot wrap.
         if self._table.base >= _LAST_BASE:
             self._table.slots[:] = 0

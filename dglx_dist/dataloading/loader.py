@@ -55,8 +55,8 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     """Return the maker for a loader's batches. Every rank must call this.
 
     Raises ConfigError on all ranks if a rank's options do not fit its graph or its sampler, or if the ranks
-    have different samplers. Raises IndexError on a rank that excludes an edge which does not exist. The other
-    ranks then raise ConfigError.
+    have different samplers. If a rank excludes an edge that does not exist, it raises IndexError, and the
+    other ranks raise ConfigError.
     """
 
     def read_plan() -> tuple[Columns, DrawSettings | None, tuple[TreeRule, TimeColumns | None] | None]:
@@ -128,9 +128,10 @@ def _open_source(
 ) -> BatchSource:
     """Return the source for batches: this process if it has all edges, and otherwise all servers.
 
-    ``weights`` names the edge column with the probabilities, or is None for uniform draws. ``op`` names an
-    RPC operation that all servers serve already. Without ``op``, the draws are served here, and every rank
-    must call this.
+    Args:
+        weights: Name of the edge column with the probabilities, or None for uniform draws.
+        op: RPC operation that all servers serve already. Without it, the draws are served here, and every
+            rank must call this.
     """
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_replicated for structure in structures):
@@ -168,10 +169,15 @@ def open_neighborhood_maker(
     edge_feats: Any = (),
     exclude: Excluded | None = None,
 ) -> NodeMaker:
-    """Return a maker for blocks with all in-edges over ``num_layers`` hops and the columns ``edge_feats``.
+    """Return a maker for blocks with all in-edges over several hops.
 
-    ``mask`` names an edge column that marks the edges to use, and ``exclude`` has edges that no block gets.
-    If one of them is not None, every rank must call this.
+    If ``mask`` or ``exclude`` is not None, every rank must call this.
+
+    Args:
+        num_layers: Number of hops.
+        mask: Name of an edge column that marks the edges to use.
+        edge_feats: Edge columns to attach.
+        exclude: Edges that no block gets.
     """
     # A fan-out of -1 takes all in-edges.
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)

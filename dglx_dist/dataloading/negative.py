@@ -1,8 +1,8 @@
 """Negative samplers for link prediction, public as ``dglx_dist.negative``.
 
-Draws are keyed by (seed, epoch, edge or node id, number of the draw). Therefore they do not depend on the
-number of ranks, on threads or on the batch, except those of :class:`InBatch`. As in DGL, a negative pair may
-be an edge, which is rare in a large sparse graph.
+Draws are keyed by (seed, epoch, edge or node id, draw number). Therefore they do not depend on the number of
+ranks, on threads or on the batch, except for :class:`InBatch`. As in DGL, a negative pair may be an edge,
+which is rare in a large sparse graph.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 Corrupt: TypeAlias = Literal["tail", "head", "both"]
-"""End of an edge to replace: the destination, the source, or each in turn."""
+"""Which end of an edge to replace: the destination, the source, or each in turn."""
 
 Pairs: TypeAlias = tuple[Array, Array]
 """(sources, destinations), (P,) int64 each."""
 
 _HOP = 1 << 40
-"""Hop number of the first negative draws. It is above the numbers of real hops."""
+"""Hop number for the first negative draws. It is above the numbers of real hops."""
 _SOURCE, _DESTINATION = 0, 1
 _REPLACED_ENDS: Mapping[str, tuple[int, ...]] = {
     "tail": (_DESTINATION,),
@@ -49,19 +49,19 @@ class Positives:
 
     etype: EdgeType
     number: int
-    """Position of the type among the edge types of the graph."""
+    """The type's position among the graph's edge types."""
     ids: Array
     """(B,) int64 edge ids."""
     ends: Sequence[Array]
     """(sources, destinations), (B,) int64 each."""
     num_nodes: tuple[int, int]
-    """Number of nodes of the source type and of the destination type."""
+    """Node counts for the source type and for the destination type."""
     seed: int
     epoch: int
 
     def stream(self, end: int) -> np.uint64:
-        """Return the key of all draws that replace ``end``."""
-        # Each edge type has two hop numbers, the second one for draws of sources.
+        """Return the key for all draws that replace ``end``."""
+        # Each edge type has two hop numbers, the second one for source draws.
         hop = _HOP + 2 * self.number
         if end == _SOURCE:
             hop += 1
@@ -69,14 +69,14 @@ class Positives:
 
 
 DrawEnds: TypeAlias = Callable[[Positives, int], Array]
-"""Thread-safe function from edges and the end to replace to (B, k) nodes, one row per edge."""
+"""Thread-safe function from (edges, end to replace) to (B, k) drawn nodes, one row per edge."""
 
 
 @dataclass(frozen=True)
 class NegativeSampler(ABC):
-    """Configuration of negative draws that keep one end of each edge. :meth:`open` binds it to a graph.
+    """Configuration for negative draws that keep one end of each edge. :meth:`open` binds it to a graph.
 
-    Each positive edge has k consecutive pairs, so the scores of pairs can be viewed as (B, k). With
+    Each positive edge has k consecutive pairs, so the pairs' scores can be viewed as (B, k). With
     ``corrupt="both"`` there are 2 k pairs: k with another destination, then k with another source.
     """
 
@@ -90,7 +90,7 @@ class NegativeSampler(ABC):
 
     @abstractmethod
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
-        """Return the draw function for edges of ``etypes``. Not collective, but may read from other servers.
+        """Return the draw function for edges in ``etypes``. Not collective, but may read from other servers.
 
         Raises PeerError if another server is silent.
         """
@@ -99,10 +99,10 @@ class NegativeSampler(ABC):
 @final
 @dataclass(frozen=True)
 class Uniform(NegativeSampler):
-    """Keeps one end of each edge and draws the other one uniformly among the nodes of its type.
+    """Keeps one end of each edge and draws the other one uniformly among all nodes of its type.
 
     With ``corrupt="tail"`` this does the same as DGL's ``Uniform`` and ``PerSourceUniform``. Raises
-    ConfigError if ``k`` is not an integer of at least 1, or ``corrupt`` is none of its three values.
+    ConfigError if ``k`` is not an integer that is at least 1, or ``corrupt`` is invalid.
     """
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
@@ -114,7 +114,7 @@ class Uniform(NegativeSampler):
 class PerSourceUniform(NegativeSampler):
     """Works like :class:`Uniform`, but edges with the same kept end share its k negatives.
 
-    Fewer nodes are sampled. A node has the same negatives in all batches of an epoch.
+    Fewer nodes are sampled. A node has the same negatives in all batches in an epoch.
     """
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
@@ -128,9 +128,9 @@ class PerSourceUniform(NegativeSampler):
 @final
 @dataclass(frozen=True)
 class InBatch(NegativeSampler):
-    """Takes the ends of other edges of the batch, so that no further nodes are needed.
+    """Takes the ends of other edges in the batch, so that no further nodes are needed.
 
-    The edges of a type in a batch are arranged in a circle by keyed hash of their ids. Each edge takes the
+    In each batch, a type's edges are arranged in a circle by a keyed hash of their ids. Each edge takes the
     ends of the next k edges, or of all other edges if k is None. Each of B edges has min(k, B - 1) pairs. If
     the loss is a mean over pairs, keep k below the smallest batch (``drop_last=True``). A drawn end may equal
     the end that it replaces, if a different edge has that end. The draws depend on the batch, so they differ
@@ -163,7 +163,7 @@ class InBatch(NegativeSampler):
 
 @njit(cache=True, nogil=True)
 def _draw_uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
-    """Return (len(ids), k) draws in [0, bound). Row i is keyed by ``ids[i]``."""
+    """Return (len(ids), k) draws in [0, bound). Row i depends on ``ids[i]``, not on its position."""
     out = np.empty((len(ids), k), np.int64)
     for i in range(len(ids)):
         key = item_key(stream, ids[i])
@@ -174,11 +174,11 @@ def _draw_uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
 
 
 DrawAll: TypeAlias = Callable[[Sequence[Positives]], dict[EdgeType, Pairs]]
-"""Function from the edges of a batch to its negative pairs by type."""
+"""Function from a batch's edges to its negative pairs by type."""
 
 
 def read_negative(sampler: Any) -> Any:
-    """Return a :class:`NegativeSampler`, the user's own function, or None. Raise ConfigError for others."""
+    """Return a :class:`NegativeSampler`, the user's function, or None. Raise ConfigError otherwise."""
     if sampler is None or isinstance(sampler, NegativeSampler):
         return sampler
     if isinstance(sampler, type) or not callable(sampler):
@@ -188,7 +188,7 @@ def read_negative(sampler: Any) -> Any:
             "of (g, edge ids)."
         )
 
-    # Compare exact types, because the code of a user's subclass must run.
+    # Compare exact types, because a user's subclass must run its own code.
     if type(sampler) is dgl_negative.PerSourceUniform:
         return Uniform(sampler.k)
     if type(sampler) is dgl_negative.GlobalUniform:
@@ -202,7 +202,7 @@ def read_negative(sampler: Any) -> Any:
 
 
 def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> DrawAll | None:
-    """Return the draw function for edges of ``etypes``. ``sampler`` comes from :func:`read_negative`."""
+    """Return the draw function for edges in ``etypes``. ``sampler`` comes from :func:`read_negative`."""
     if sampler is None:
         return None
     if not isinstance(sampler, NegativeSampler):
@@ -212,8 +212,8 @@ def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> Dra
 
 
 def _draw_pairs(edges: Positives, draw_ends: DrawEnds, corrupt: Corrupt) -> Pairs:
-    """Return the negative pairs of the edges of one type. Pairs of one edge are consecutive."""
-    # Arrays of shape (B, k), one for each end that is replaced.
+    """Draw negative pairs for the edges of one type. An edge's pairs are consecutive."""
+    # (B, k) arrays, one for each end that is replaced.
     source_arrays = []
     destination_arrays = []
     for end in _REPLACED_ENDS[corrupt]:
@@ -229,7 +229,7 @@ def _draw_pairs(edges: Positives, draw_ends: DrawEnds, corrupt: Corrupt) -> Pair
 def _call_user_sampler(
     g: DistGraph, sampler: Callable[[Any, Any], Any], batch: Sequence[Positives]
 ) -> dict[EdgeType, Pairs]:
-    """Return the pairs of the user's function. ConfigError if it does not return pairs by edge type."""
+    """Return the user function's pairs. Raise ConfigError if it does not return pairs by edge type."""
     ids: Any = {edges.etype: torch.from_numpy(edges.ids) for edges in batch}
     # As in DGL, the function gets a plain tensor if the graph has one edge type.
     if len(g.canonical_etypes) == 1:
@@ -253,7 +253,7 @@ def _call_user_sampler(
 
 
 def _read_pairs(g: DistGraph, etype: EdgeType, pairs: Any) -> Pairs:
-    """Return the user's pairs as int64 arrays. Raise IndexError or ConfigError if they are no pairs."""
+    """Return the user's pairs as int64 arrays. Raise IndexError or ConfigError if they are not pairs."""
     ends: list[Array] = []
     for ids, ntype in zip(pairs, (etype[0], etype[2]), strict=True):
         nodes = as_ids(ids, g.num_nodes(ntype), f"the nodes of type {ntype!r} (negative sampler)")

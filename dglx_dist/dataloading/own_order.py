@@ -1,4 +1,4 @@
-"""Detects ids and columns that refer to the numbering of a graph before ``dx.distribute``."""
+"""Detects ids and columns that use a graph's numbering from before ``dx.distribute``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNLIKELY = math.log(1e-6)
 
 
 class UserColumns:
-    """The columns of the graph that a script passed to ``dx.distribute``, in the order of its ids.
+    """Columns from the graph that a script passed to ``dx.distribute``, in the graph's id order.
 
     One-dimensional columns, such as labels, are kept alive. Other columns live while the script keeps them.
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:
         self._references: dict[Any, dict[str, weakref.ref[Tensor]]] = {}
-        """References to the columns of each node and edge type by name. They keep no column alive."""
+        """References to columns by node or edge type and name. They keep no column alive."""
         self._kept: list[Tensor] = []
         for type_name, frame in frames_by_type(graph):
             values_by_name = {name: frame[name] for name in frame}
@@ -43,8 +43,8 @@ class UserColumns:
     def check_seeds(self, g: DistGraph, seeds: Any, item: Literal["node", "edge"]) -> None:
         """Raise ConfigError if ``seeds`` are ids from before ``dx.distribute``, which renumbers the graph.
 
-        That is certain if the seeds are the ids of a mask of the script, but not those of the same mask of
-        the distributed graph.
+        That is certain if one of the script's masks holds for all seeds, but the same mask in the distributed
+        graph does not.
         """
         counts: dict[Any, int]
         frames: Any
@@ -69,7 +69,7 @@ class UserColumns:
                     )
 
     def find_name(self, values: Tensor) -> str | None:
-        """Return the name of the column with the rows of ``values``, or None if there is none."""
+        """Return the name of the column that has the same rows as ``values``, or None."""
         for columns in self._references.values():
             for name, reference in columns.items():
                 column = reference()
@@ -78,7 +78,7 @@ class UserColumns:
         return None
 
     def mark(self, batch: Any) -> Any:
-        """Return the tuple ``batch`` with ids that raise ConfigError if they index a column of the script."""
+        """Mark the ids in the tuple ``batch``. They raise ConfigError if they index a script's column."""
         *id_fields, blocks = batch
         return (*(tree_map_only(Tensor, self._mark_ids, ids) for ids in id_fields), blocks)
 
@@ -89,27 +89,27 @@ class UserColumns:
 
 
 def _is_mask_of(mask: Tensor, ids: Any) -> bool:
-    """Return whether ``mask`` is a mask that holds for all ``ids``, and hardly does so by chance."""
+    """Return whether ``mask`` is a mask that holds for all ``ids``, which is hardly by chance."""
     if mask.dtype != torch.bool or mask.dim() != 1:
         return False
     share = float(mask.double().mean())
     if not 0 < share < 1:
         return False
-    # The logarithm of the probability that ids in a random order are all in the mask.
+    # Logarithm of the probability that randomly ordered ids are all in the mask.
     log_probability = len(ids) * math.log(share)
     return log_probability <= _UNLIKELY and bool(mask[ids].all())
 
 
 class _BatchIds(Tensor):
-    """Ids of a batch. They act like plain tensors, but refuse to index a column of the script."""
+    """Ids in a batch. They act like plain tensors, but refuse to index a script's column."""
 
     user_columns: UserColumns | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func`` of torch on plain tensors.
+        """Call torch's ``func`` on plain tensors.
 
-        Raises ConfigError if ``func`` indexes a column of the script's graph by ids of a batch.
+        Raises ConfigError if ``func`` indexes a column in the script's graph by a batch's ids.
         """
         if func in _INDEXING:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -122,7 +122,7 @@ class _BatchIds(Tensor):
 
 
 def _refuse_indexed_columns(tensors: Sequence[Tensor]) -> None:
-    """Raise ConfigError if ids of a batch and a column of the script's graph are among ``tensors``."""
+    """Raise ConfigError if ``tensors`` contain both a batch's ids and a column from the script's graph."""
     columns = None
     for tensor in tensors:
         if isinstance(tensor, _BatchIds):
@@ -143,7 +143,7 @@ def _refuse_indexed_columns(tensors: Sequence[Tensor]) -> None:
 def _is_same_column(column: Tensor, values: Tensor) -> bool:
     """Return whether ``values`` are the column or a copy of it.
 
-    Values that are all equal, and row numbers, are no proof of a copy.
+    Values that are all equal, and row numbers, do not prove a copy.
     """
     if values.dim() == 0 or len(column) != len(values):
         return False
@@ -162,11 +162,18 @@ def _is_same_column(column: Tensor, values: Tensor) -> bool:
 
 
 def check_order(g: DistGraph, loader: Any, seeds: Any, item: Literal["node", "edge"]) -> None:
-    """Detect ids in the order of the graph before ``dx.distribute``. Every rank must call this.
+    """Detect ids in the graph's order from before ``dx.distribute``. Every rank must call this.
 
-    The ``seeds`` of ``loader``, which are ids of nodes or edges (``item``), are checked here. Later, the ids
-    of its first batch raise ConfigError if they index a column of the script's graph. Nothing is checked with
-    one part, because ids do not change. Raises ConfigError on all ranks if the seeds are the ids of a mask.
+    The seeds are checked here. Later, the ids in the loader's first batch raise ConfigError if they index a
+    column in the script's graph. Nothing is checked with one part, because ids do not change.
+
+    Args:
+        loader: Loader that will use the seeds.
+        seeds: Its node or edge ids.
+        item: What the ids belong to.
+
+    Raises:
+        ConfigError: on all ranks, if the seeds come from a mask.
     """
     if g.dataset.manifest.num_parts == 1:
         return

@@ -1,4 +1,4 @@
-"""Samples batches from a replicated structure, or from one that is partitioned over servers.
+"""Samples batches from a replicated structure, or from a structure that is partitioned over servers.
 
 A partitioned structure is sampled hop by hop. The requests of all edge types are sent before local draws.
 """
@@ -224,8 +224,8 @@ class RemoteSource:
 
     For each hop and edge type, it sends 8 bytes per remote destination and receives 24 per sampled edge. A
     request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
-    ``graph.sampling.make_keyed_draw``. Its rule leaves out the edges that the loader excludes, but not those
-    that single batches exclude. Thread-safe.
+    ``graph.sampling.make_keyed_draw``. Its rule excludes the loader's excluded edges. Edges that a single
+    batch excludes travel with the request. Thread-safe.
 
     Args:
         known: In-edges that need no request: [hop][edge type], (ascending destinations, their in-edges).
@@ -355,7 +355,7 @@ BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
 def _select_known(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
-    """Return the in-edges into ``nodes``. ``known`` holds the known destinations and their in-edges."""
+    """Return the in-edges of ``nodes``. ``known`` holds the known destinations and their in-edges."""
     known_nodes, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
     selected = all_in_edges(shard, np.searchsorted(known_nodes, nodes))

@@ -1,4 +1,4 @@
-"""Translation of DGL samplers into sampling plans, columns and edge weights."""
+"""Translates DGL samplers into sampling plans, columns and edge weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 Fanout: TypeAlias = int | Mapping[str | EdgeType, int]
-"""Number of in-edges per destination and edge type, -1 for all. A dict has all types."""
+"""Maximum in-edges per destination and edge type, -1 for all. A dict has all types."""
 
 Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
-"""Names of columns of the only type, or a dict of them by type."""
+"""Column names for the only type, or a dict from type to names."""
 
 _SUPPORTED = (
     "Use dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, "
@@ -44,15 +44,15 @@ class SamplePlan:
     replace: bool = False
     """Whether an edge may be drawn more than once."""
     weights: str | None = None
-    """Edge column of the unnormalised probabilities. None draws uniformly."""
+    """Edge column with unnormalised probabilities. None draws uniformly."""
     by_source: SourceDraws | None = None
-    """Options of LABOR."""
+    """Options for LABOR."""
     temporal: TemporalNeighborSampler | None = None
     """The sampler, if it samples by time."""
     node_feats: Names = ()
-    """Node columns for the sources of the first block."""
+    """Node columns for the first block's sources."""
     labels: Names = ()
-    """Node columns for the destinations of the last block."""
+    """Node columns for the last block's destinations."""
     edge_feats: Names = ()
     """Edge columns for every block."""
 
@@ -62,9 +62,9 @@ class SamplePlan:
         return self.by_source is not None and self.by_source.unequal
 
     def refuse_trees(self, strategy: str, disjoint: object = False) -> None:
-        """Raise ConfigError if each seed has a tree of its own, which ``strategy`` does not support.
+        """Raise ConfigError if each seed has its own tree, which ``strategy`` does not support.
 
-        ``disjoint`` is whether the loader has options of trees.
+        ``disjoint`` tells whether the loader has tree options.
         """
         if self.temporal is None and not disjoint:
             return
@@ -105,7 +105,7 @@ _REMEDIES: Mapping[str, str] = {
     "FeatureFetcher": "Name the columns in prefetch_node_feats= of dgl.dataloading.NeighborSampler.",
     "DataLoader": "Use dx.DataLoader(g, ids, sampler) with the same ids and sampler.",
 }
-"""Remedies by name of a class of DGL or GraphBolt. They also hold for subclasses."""
+"""Remedies by class name, for classes in DGL or GraphBolt. They also hold for subclasses."""
 
 
 def refuse_by_name(value: object) -> None:
@@ -123,7 +123,7 @@ def read_sampler(sampler: object) -> SamplePlan:
         sampler: Any object. A sampler that overrides how blocks are made runs its own code.
 
     Raises:
-        ConfigError: the sampler or an option of it is unsupported. The message names the supported ones.
+        ConfigError: the sampler or one of its options is unsupported. The message names supported ones.
     """
     refuse_by_name(sampler)
     if isinstance(sampler, EdgePredictionSampler):
@@ -166,7 +166,7 @@ def read_sampler(sampler: object) -> SamplePlan:
 
 
 def _is_stock(sampler: BlockSampler) -> bool:
-    """Return whether ``sampler`` overrides nothing of DGL's code, so that compiled kernels can replace it."""
+    """Return whether ``sampler`` overrides no DGL code, so that compiled kernels can replace it."""
     if not isinstance(sampler, NeighborSampler | LaborSampler):
         return False
     sampler_type = type(sampler)
@@ -178,7 +178,7 @@ def _is_stock(sampler: BlockSampler) -> bool:
 
 
 def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
-    """Return the options of LABOR. Raise ConfigError if the number of rounds is no integer."""
+    """Return the options for LABOR. Raise ConfigError if the number of rounds is not an integer."""
     rounds = sampler.importance_sampling
     if not is_integer(rounds):
         raise ConfigError(f"importance_sampling={rounds!r}. Use a number of rounds, or -1 for convergence.")
@@ -191,7 +191,7 @@ def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
 
 
 def read_sampler_fanouts(fanouts: object) -> tuple[Fanout, ...]:
-    """Return the fan-out of each layer, a number or numbers by edge type. ConfigError for other values."""
+    """Return each layer's fan-out, a number or a dict by edge type. Raise ConfigError for other values."""
     if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
         raise ConfigError(f"fanouts is {fanouts!r}. Use one number per layer, e.g. [15, 10, 5].")
     layers: list[Fanout] = []
@@ -242,7 +242,7 @@ K = TypeVar("K")
 
 
 def find_columns(g: DistGraph, plan: SamplePlan, memory: RowMemory) -> Columns:
-    """Return the columns of ``g`` that ``plan`` attaches. A ConfigError lists the existing ones."""
+    """Find the columns that ``plan`` attaches. A ConfigError lists the existing ones."""
     return Columns(
         inputs=_find_node_columns(g, plan.node_feats, "prefetch_node_feats"),
         targets=_find_node_columns(g, plan.labels, "prefetch_labels"),
@@ -258,7 +258,7 @@ def find_edge_columns(g: DistGraph, names: Names, option: str) -> dict[EdgeType,
 
 
 def find_edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
-    """Return the store keys of the edge columns ``names``. A ConfigError lists the existing ones."""
+    """Return the store keys for the edge columns ``names``. A ConfigError lists the existing ones."""
     columns = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
     return _find_keys(g.edges[etype].data, names, option, columns)
 
@@ -306,9 +306,9 @@ def _group_names(
 
 
 def read_all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
-    """Return the (E,) float32 weights of all edges of a type, in this rank's memory.
+    """Read the (E,) float32 weights of all edges of one type into this rank's memory.
 
-    Raises ConfigError if the column does not exist, or is not one finite number of at least 0 per edge.
+    Raises ConfigError if the column does not exist, or is not one finite number per edge, at least 0.
     """
     key = find_edge_keys(g, etype, [name], "prob")[name]
     column = g.kvstore.column(key)
@@ -321,7 +321,7 @@ def read_all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
 
 
 def read_shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
-    """Return the (E,) float32 edge weights of each shard of this server, by the first node of the shard."""
+    """Return (E,) float32 edge weights for each shard on this server, by the shard's first node."""
     key = find_edge_keys(g, structure.etype, [name], "prob")[name]
     column = g.kvstore.column(key)
     weights_by_edge = {}
@@ -352,7 +352,7 @@ def check_every_type_has(g: DistGraph, name: str) -> None:
 def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> Array:
     """Return stored rows as float32 weights. Raise ConfigError if one is negative or not finite.
 
-    Stored bfloat16 values are given by their bits. ``first_edge`` is the edge of the first row, for errors.
+    Stored bfloat16 values are given by their bits. ``first_edge`` is the first row's edge, for errors.
     """
     if rows.ndim != 1 or rows.dtype.kind not in "bfiu":
         raise ConfigError(
@@ -360,7 +360,7 @@ def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> 
             "probabilities and masks need one number per edge."
         )
     if info.dtype == "bfloat16":
-        # The bits are the upper half of the bits of the float32 with the same value.
+        # These bits are the upper half of a float32 with the same value.
         weights = (rows.astype(np.uint32) << 16).view(np.float32)
     else:
         weights = rows.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Reads the times of the seeds of a loader, and the rule by which their trees are drawn."""
+"""Reads the seed times for a loader, and the rule by which trees are drawn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def read_tree_rule(
     g: DistGraph, plan: SamplePlan, options: LoaderOptions
 ) -> tuple[TreeRule, TimeColumns | None] | None:
-    """Return the rule of a loader with a tree for each seed, and its columns of times. None: no trees.
+    """Return a loader's tree rule and time columns, or None if seeds have no trees.
 
     Raises ConfigError if the options do not fit.
     """
@@ -63,7 +63,7 @@ def read_tree_rule(
 def read_timed_items(
     g: DistGraph, indices: Any, plan: SamplePlan, options: LoaderOptions, item: Literal["node", "edge"]
 ) -> Items[Any]:
-    """Return the nodes or edges of a loader, with the keys of their times if the sampler needs times.
+    """Return a loader's nodes or edges, with their time keys if the sampler needs times.
 
     Raises ConfigError if a time is missing or has the wrong dtype, or an item occurs twice at one time, and
     IndexError if an item does not exist.
@@ -105,10 +105,10 @@ def read_timed_items(
 def _read_keys(
     g: DistGraph, type_name: Any, ids: Array, seed_time: Any, dtype: TimeDtype, item: Literal["node", "edge"]
 ) -> Array:
-    """Return the (n,) time keys for the (n,) ``ids``, which are of one type.
+    """Return (n,) time keys for the (n,) ``ids``, which have the same type.
 
-    ``seed_time`` is the name of a column, a time for each id, or one time for all of them. Raises ConfigError
-    if it is none of these, or an id has no time.
+    ``seed_time`` is a column name, a time for each id, or one time for all ids. Raises ConfigError if it is
+    none of these, or an id has no time.
     """
     if not len(ids):
         return np.empty(0, np.int64)
@@ -133,7 +133,7 @@ def _read_keys(
         times = np.full(len(ids), seed_time)
 
     allowed_kinds = "iu" if dtype == "int64" else "iuf"
-    # Large uint64 values do not fit the dtypes of times.
+    # Large uint64 values do not fit any time dtype.
     is_number = times.dtype.kind in allowed_kinds and times.dtype != np.uint64
     if times.shape != (len(ids),) or not is_number:
         raise ConfigError(

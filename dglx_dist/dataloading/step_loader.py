@@ -47,10 +47,14 @@ R = TypeVar("R")
 def run_ahead(
     make: Callable[[R], T], steps: Iterable[R], *, depth: int, num_threads: int
 ) -> Generator[T, None, None]:
-    """Yield ``make(step)`` for each step in order. At most ``depth`` steps run ahead of the consumer.
+    """Yield ``make(step)`` for each step in order, and run it ahead on threads.
 
-    ``make`` runs on ``num_threads`` threads. With 0 threads, it runs on the consumer's thread. If a step
-    fails, its error is raised instead of its result. Closing the iterator cancels the steps that wait.
+    If a step fails, its error is raised instead of its result. Closing the iterator cancels the steps that
+    wait.
+
+    Args:
+        depth: Maximum number of steps that run ahead of the consumer.
+        num_threads: Number of threads for ``make``. With 0, it runs on the consumer's thread.
     """
     if num_threads == 0:
         yield from map(make, steps)
@@ -279,7 +283,7 @@ class Schedule:
         return slice(first, first + self._count_seeds(self.used[self.rank], step))
 
     def share(self, step: int) -> StepShare:
-        """Return how many seeds this rank and all ranks have in ``step``."""
+        """Return how many seeds this rank has in ``step``, and how many all ranks have together."""
         counts = [self._count_seeds(num_seeds, step) for num_seeds in self.used]
         return StepShare(num_local=counts[self.rank], num_global=sum(counts))
 
@@ -410,7 +414,7 @@ class Maker(Stages[B], Generic[K, B]):
         """
 
     def sampling_signature(self) -> str:
-        """Return a string that is equal on ranks with equal draws, or "" if draws are not reproducible."""
+        """Return a string that is equal on ranks with equal draws, or "" if draws cannot be repeated."""
         return ""
 
 
@@ -419,11 +423,11 @@ class LoaderTimes:
     """Seconds since the last reset, summed over the yielded batches."""
 
     sample_s: float = 0.0
-    """Sampling and block building, including local features if the sampler fetches them."""
+    """Seconds for sampling and block building, including local features if the sampler fetches them."""
     fetch_s: float = 0.0
-    """Fetching columns and starting copies to a device."""
+    """Seconds for fetching columns and starting copies to a device."""
     wait_s: float = 0.0
-    """Waiting, on the consumer's side."""
+    """Seconds that the consumer waited."""
 
 
 WRAPPED_MODELS: WeakSet[nn.Module] = WeakSet()
@@ -433,7 +437,7 @@ _CHECKED_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
 def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
-    """Raise ConfigError if ``optimizer`` trains parameters that belong to no wrapped model."""
+    """Raise ConfigError if ``optimizer`` trains parameters outside wrapped models."""
     if optimizer in _CHECKED_OPTIMIZERS:
         return
 
@@ -462,7 +466,7 @@ def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
 STEPS_BETWEEN_CHECKS = 32
 """Minimum number of steps until the ranks compare their replicated weights again."""
 EARLY_CHECKS = (2, 4, 8, 16)
-"""Optimizer steps after which the weights are compared too, so that short loops are checked."""
+"""Optimizer steps that also compare the weights, so that short loops are checked."""
 _STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -586,7 +590,7 @@ class EpochLoader(ABC, Generic[B, T]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume after the position ``state``. The next iteration yields the epoch's remaining batches.
 
-        Raises CheckpointError if ``state`` is not a position of a loader with this seed and number of steps.
+        Raises CheckpointError if ``state`` comes from a loader with another seed or step count.
         """
         check_position(state, self.seed, len(self))
         self._epoch = int(state["epoch"])
@@ -658,7 +662,7 @@ class EpochLoader(ABC, Generic[B, T]):
         finally:
             if handle is not None:
                 handle.remove()
-            # A step after the loop does not belong to the last batch and must not get its weight.
+            # A step after the loop does not belong to the last batch, so it must not get that batch's weight.
             self._session.step_share = None
             self._end_step = None
 
@@ -802,7 +806,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def order_items(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
-        """Return a function from a step to the items that a rank uses in it. The default is this rank."""
+        """Return a function from a step to a rank's items in this step. The default is this rank."""
         rank_items = self.items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
         order = rank_items.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)

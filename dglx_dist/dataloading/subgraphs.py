@@ -1,4 +1,4 @@
-"""Batches that are induced subgraphs: around sampled neighborhoods (ShaDow), or of clusters (Cluster-GCN)."""
+"""Batches that are induced subgraphs: around sampled neighborhoods (ShaDow), or on clusters (Cluster-GCN)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CLUSTER = "cluster"
 
 
 class _SubgraphMaker(NodeMaker):
-    """Stages of batches that are induced subgraphs. A subclass finds the nodes of a batch."""
+    """Stages for batches that are induced subgraphs. A subclass finds the nodes for a batch."""
 
     def __init__(self, g: DistGraph, columns: Columns, exclude: Excluded) -> None:
         super().__init__(g, columns)
@@ -62,7 +62,7 @@ class _SubgraphMaker(NodeMaker):
 
     @abstractmethod
     def find_nodes(self, batch: MiniBatch, epoch: int, step: int) -> Seeds:
-        """Return the distinct nodes of ``batch`` by type."""
+        """Return the distinct nodes in ``batch`` by type."""
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
@@ -76,7 +76,7 @@ class _SubgraphMaker(NodeMaker):
         batch.sample_s = time.perf_counter() - begin
 
     def _build_graph(self, raw: RawBatch, nodes: Seeds) -> dgl.DGLGraph:
-        """Return the graph of all edges of ``raw`` between ``nodes``, with their ids as columns."""
+        """Build the graph with all edges in ``raw`` between ``nodes``, with their ids as columns."""
         counts = {ntype: len(nodes.get(ntype, ())) for ntype in self._g.ntypes}
         edges = {}
         edge_ids = {}
@@ -122,7 +122,7 @@ class _SubgraphMaker(NodeMaker):
 
 @final
 class _ShaDowMaker(_SubgraphMaker):
-    """Stages of batches of :class:`dgl.dataloading.ShaDowKHopSampler`."""
+    """Stages for batches from :class:`dgl.dataloading.ShaDowKHopSampler`."""
 
     def __init__(self, g: DistGraph, columns: Columns, exclude: Excluded, neighborhoods: NodeMaker) -> None:
         super().__init__(g, columns, exclude)
@@ -134,7 +134,7 @@ class _ShaDowMaker(_SubgraphMaker):
 
 @final
 class _ClusterMaker(_SubgraphMaker):
-    """Stages of batches of :class:`ClusterGCNSampler`."""
+    """Stages for batches from :class:`ClusterGCNSampler`."""
 
     def __init__(
         self, g: DistGraph, columns: Columns, exclude: Excluded, sampler: ClusterGCNSampler, items: Items[str]
@@ -177,20 +177,20 @@ SubgraphSampler: TypeAlias = ShaDowKHopSampler | ClusterGCNSampler
 
 @final
 class SubgraphLoader(StepLoader[str, MiniBatch, Any]):
-    """Iterates over induced subgraphs of a distributed graph, with one type or several.
+    """Iterates over subgraphs that node sets induce in a distributed graph, with one type or several.
 
     The constructor is collective, and iteration is not. With ``ShaDowKHopSampler`` it yields ``(input_nodes,
-    output_nodes, graph)``. The output nodes are the first nodes of ``graph``. The nodes of a batch depend
-    only on the seed, the epoch and the seeds of the batch, and not on the number of ranks. With
+    output_nodes, graph)``. The output nodes are the first nodes of ``graph``. A batch's nodes depend only on
+    the random seed, the epoch and its seed nodes, and not on the number of ranks. With
     :class:`ClusterGCNSampler` it yields ``graph``. A rank that has run out of seeds gets a graph without
     nodes.
 
-    Every batch fetches all in-edges of its nodes, 24 bytes for an in-edge of a remote node, and then drops
-    those from outside of the batch.
+    Every batch fetches all in-edges of its nodes, 24 bytes per in-edge of a remote node. It then drops
+    in-edges from nodes outside the batch.
 
     Args:
-        indices: Seeds of this rank, see :class:`dglx_dist.dataloading.loader.DataLoader`, or (K,) clusters.
-        options: Options of :class:`LoaderOptions`, except ``disjoint`` and ``seed_time``.
+        indices: This rank's seeds, see :class:`dglx_dist.dataloading.loader.DataLoader`, or (K,) clusters.
+        options: Fields of :class:`LoaderOptions`, except ``disjoint`` and ``seed_time``.
 
     Raises:
         ConfigError: on all ranks, if an option is unsupported or a seed is repeated on one rank, or if the
@@ -248,7 +248,7 @@ def _check_sampler(sampler: SubgraphSampler, g: DistGraph) -> None:
 
 
 def _read_plan(sampler: SubgraphSampler) -> SamplePlan:
-    """Return the draws of ``sampler`` and the columns that it attaches."""
+    """Return how ``sampler`` draws, and the columns that it attaches."""
     if isinstance(sampler, ClusterGCNSampler):
         return SamplePlan(fanouts=None, node_feats=sampler.prefetch_ndata, edge_feats=sampler.prefetch_edata)
     return SamplePlan(

@@ -1,4 +1,4 @@
-"""The sampler of neighbours with times."""
+"""A neighbor sampler for graphs with times."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from dglx_dist.errors import ConfigError
 
 @final
 class TemporalNeighborSampler(BlockSampler):
-    """Samples in-edges that are not later than the time of their seed.
+    """Samples in-edges that are not later than their seed's time.
 
-    Each seed has a tree of its own, and all rows of a tree have the time of the seed. Blocks have the node
-    columns ``seed_id``, the position of the seed in the batch, and ``time``. A node can have several rows.
-    The time of a seed is ``seed_time=`` of the loader. By default it is the node's ``node_time``, or in a
-    loader of edges the ``edge_time`` of the edge, which is also the time of its negatives.
+    Each seed has its own tree, and all rows in a tree have the seed's time. Blocks have the node columns
+    ``seed_id``, the seed's position in the batch, and ``time``. A node can have several rows. The loader's
+    ``seed_time=`` gives the seed times. By default a seed's time is the node's ``node_time``, or in a loader
+    for edges the edge's ``edge_time``. An edge's negatives have the same time.
 
-    Times are integers or floats. Edges with the time of the seed are sampled. To predict edges, pass times
-    before those of the edges as ``seed_time``, or leave out the edges of a batch by ``exclude``: ``self``, or
-    ``reverse_id`` if each edge has an opposite edge of the same time. Edges without a time (NaN, NaT or the
-    smallest integer) are never sampled. Edge types without the
-    column are always sampled. ``dglx partition --time`` sorts the edges by time, or else the first loader.
+    Times are integers or floats. Edges at the seed's time are sampled. To predict edges, pass earlier times
+    than those of the edges as ``seed_time``. Or leave out a batch's edges by ``exclude``: ``self``, or
+    ``reverse_id`` if each edge has an opposite edge with the same time. Edges without a time (NaN, NaT or the
+    smallest integer) are never sampled. Edge types without the column are always sampled. ``dglx partition
+    --time`` sorts the edges by time, or else the first loader.
 
     Args:
-        fanouts: Number of edges per node and edge type, with layer 1 first, as for DGL's ``NeighborSampler``.
-        edge_time: Name of the edge column of times, or None if only nodes have times.
-        node_time: Name of a node column of times. An edge then exists from the later of its own time and the
-            time of its source. Node types without the column always exist.
-        strategy: ``uniform`` draws among the edges of the past. ``last`` takes the most recent ones. Among
-            edges of equal time it takes those with the largest ids.
-        window: Longest time between an edge and the seed, inclusive, in the unit of the column.
+        fanouts: Edges per node and edge type, with layer 1 first, as for DGL's ``NeighborSampler``.
+        edge_time: Name of the edge column with times, or None if only nodes have times.
+        node_time: Name of a node column with times. An edge then exists from the later of its own time and
+            its source's time. Node types without the column always exist.
+        strategy: ``uniform`` draws among past edges. ``last`` takes the most recent ones. Among edges with
+            equal times it takes those with the largest ids.
+        window: Longest time between an edge and the seed, inclusive, in the column's unit.
         prefetch: ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats``, as in DGL.
 
     Raises:
-        ConfigError: there is no column of times, or the strategy or the window is invalid.
+        ConfigError: there is no column with times, or the strategy or the window is invalid.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TemporalNeighborSampler(BlockSampler):
         self.window = window
 
     def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> NoReturn:
-        """Raise ConfigError, because only the loaders of this package know the times of seeds."""
+        """Raise ConfigError, because only this package's loaders know the seed times."""
         raise ConfigError(
             f"TemporalNeighborSampler does not sample {type(g).__name__} itself. Pass it to "
             "dx.DataLoader or dx.DistEdgeDataLoader."

@@ -156,7 +156,7 @@ def _draw_positions(
         if is_listed:
             count = _list_candidates(csc, exclude, firsts[i], lasts[i], candidates)
 
-        # Write indices among the candidates. The most recent edges come last.
+        # First write indices among the candidates. The most recent edges come last.
         if takes_last or fanout < 0 or (len(out) == count and not replace):
             for j in range(len(out)):
                 out[j] = count - len(out) + j
@@ -363,8 +363,8 @@ class TreeSource:
     For each hop and edge type, it makes one compiled call for local rows. For each remote row it sends 16
     bytes without times, 24 with times and 32 with a window. It receives 8 bytes per row and 16 per edge. A
     request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
-    :func:`make_row_draw`. Its rule leaves out the edges that the loader excludes, but not those that single
-    batches exclude.
+    :func:`make_row_draw`. Its rule excludes the loader's excluded edges. Edges that a single batch excludes
+    travel with the request.
     """
 
     def __init__(self, schema: Schema, structures: Sequence[Structure], op: str, rule: TreeRule) -> None:

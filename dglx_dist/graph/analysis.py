@@ -1,4 +1,4 @@
-"""Analyses of a complete graph: how far the neighborhoods of servers expand, and which edges are reversed."""
+"""Analyses on a complete graph: how far servers' neighborhoods expand, and which edges are reversed."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,12 +25,12 @@ _MIN_EDGES_FOR_PROGRESS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """Sizes of the k-hop in-neighborhoods of all servers. See docs/strategies/shared_preload.md."""
+    """Sizes of all servers' k-hop in-neighborhoods. See docs/strategies/shared_preload.md."""
 
     nodes: Array
-    """(K + 1, S) int64 number of nodes within h hops of a server's own nodes. Row 0 counts the own nodes."""
+    """(K + 1, S) int64 node counts within h hops from a server's own nodes. Row 0 counts the own nodes."""
     edges: Array
-    """(K + 1, S) int64 number of in-edges of these nodes, which a layer that computes them aggregates."""
+    """(K + 1, S) int64 in-edge counts at these nodes. A layer that computes the nodes aggregates them."""
 
     @property
     def hops(self) -> int:
@@ -38,19 +38,19 @@ class Expansion:
 
     @property
     def factors(self) -> Array:
-        """(K + 1, S) float64 nodes per own node on each server: D_i for a model with h layers."""
+        """(K + 1, S) float64 expansion: nodes per own node on each server, D_i for a model with h layers."""
         return np.asarray(self.nodes / np.maximum(self.nodes[0], 1))
 
     @property
     def foreign(self) -> Array:
-        """(K + 1, S) int64 number of remote nodes. Their features are preloaded for a model of h layers."""
+        """(K + 1, S) int64 counts of remote nodes. Their features are preloaded for a model with h layers."""
         return np.asarray(self.nodes - self.nodes[0])
 
     @property
     def work(self) -> Array:
-        """(K + 1, S) float64 edges that a preloaded model of h layers aggregates, relative to no replicas.
+        """(K + 1, S) float64 edges that a preloaded model with h layers aggregates, relative to no replicas.
 
-        The layers compute the neighborhoods of 0 to h - 1 hops. The value is 1 for no layers.
+        The layers compute the neighborhoods at 0 to h - 1 hops. The value is 1 for no layers.
         """
         num_layers = np.arange(1, self.hops + 1)[:, np.newaxis]
         edges_without_replicas = num_layers * np.maximum(self.edges[0], 1)
@@ -61,7 +61,7 @@ class Expansion:
 
 
 def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expansion:
-    """Return the sizes of the k-hop in-neighborhoods of ``servers`` servers. Any process can call this alone.
+    """Measure the k-hop in-neighborhoods of ``servers`` servers. Any process can call this alone.
 
     The dataset has one node and one edge type, and all its parts are on this machine. Memory is a few bytes
     per node. A hop reads only the in-edges of the nodes that the previous hop reached. Raises ConfigError if
@@ -95,12 +95,12 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
 
 
 def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int) -> Array:
-    """Return (2, K + 1, S) node counts and in-edges within 0 to K ``hops`` of at most 64 servers."""
+    """Count nodes and in-edges within 0 to K ``hops`` from at most 64 servers, as (2, K + 1, S)."""
     num_servers = len(bounds) - 1
     offsets = dataset.manifest.node_offsets[etype[2]].tolist()
     dtypes = (np.uint8, np.uint16, np.uint32, np.uint64)
     dtype = next(dtype for dtype in dtypes if np.iinfo(dtype).bits >= num_servers)
-    # Bit s of a node tells whether the node is in the neighborhood of server s.
+    # A node's bit s tells whether the node is in server s's neighborhood.
     bits: Array = np.zeros(offsets[-1], dtype)
     for server in range(num_servers):
         bits[bounds[server] : bounds[server + 1]] = dtype(1 << server)
@@ -108,7 +108,7 @@ def _count_neighborhoods(dataset: StoredDataset, etype: EdgeType, bounds: Array,
     new_bits = bits
     counts_by_hop = []
     for hop in range(hops + 1):
-        # Hop 0 counts the own nodes. A later hop follows the in-edges of the nodes that are new.
+        # Hop 0 counts the own nodes. A later hop follows the in-edges of the new nodes.
         if hop > 0:
             previous_bits = bits
             bits = bits.copy()
@@ -148,7 +148,7 @@ def _count(indptr: Array, bits_of_node: Array, counts: Array) -> None:
 Matching: TypeAlias = Literal["endpoints", "half", "position"]
 
 NO_REVERSE = -1
-"""Id of a missing reverse edge."""
+"""Id for a missing reverse edge."""
 
 
 def reverse_edge_ids(
@@ -158,29 +158,30 @@ def reverse_edge_ids(
     reverse_etype: str | EdgeType | None = None,
     by: Matching = "endpoints",
 ) -> DistTensor:
-    """Return the id of the reverse of every edge. Every rank must call this.
+    """Find the reverse edge for every edge. Every rank must call this.
 
-    Partitioning gives edges new ids, so reverse edges by the source's ids are wrong here. Pass the
-    result as ``reverse_eids``. A second call with the same arguments only compares them between the ranks.
+    Partitioning gives edges new ids, so reverse edges by the source's ids are wrong here. Pass the result as
+    ``reverse_eids``. A second call with the same arguments only compares them between the ranks.
 
     Args:
         etype: Edge type. It may be None if there is one.
-        reverse_etype: Type of the reverse edges. The default is ``etype``.
+        reverse_etype: Type that the reverse edges have. The default is ``etype``.
         by: How edges are matched.
 
-            * ``endpoints``: the reverse of u -> v is v -> u. Parallel edges are matched in the order of the
-              source's list. One rank of each server sorts all edges of both types once.
-            * ``half``: edge i of the source matches i + E/2, as ``dgl.add_reverse_edges`` appends them.
-            * ``position``: edge i of the source matches edge i of ``reverse_etype``, as in DGL's
+            * ``endpoints``: v -> u is the reverse of u -> v. Parallel edges are matched in the order of the
+              source's list. One rank per server sorts all edges of both types once.
+            * ``half``: edge i in the source matches i + E/2, as ``dgl.add_reverse_edges`` appends them.
+            * ``position``: edge i in the source matches edge i of type ``reverse_etype``, as in DGL's
               ``exclude="reverse_types"``.
 
     Returns:
-        (E,) int64 edge ids of ``reverse_etype``, distributed like the edges. -1 means that there is none.
+        (E,) int64 edge ids of type ``reverse_etype``, distributed like the edges. -1 means that there is
+        none.
 
     Raises:
-        ConfigError: on all ranks, if their arguments differ, if the types do not join the same node types in
-            opposite directions, for ``half`` with an odd number of edges or two types, or for ``position``
-            with one type or different numbers of edges.
+        ConfigError: on all ranks, if their arguments differ, or the types do not join the same node types in
+            opposite directions. ``half`` needs one type and an even edge count. ``position`` needs two types
+            with equal edge counts.
     """
 
     def check_types() -> tuple[EdgeType, EdgeType]:
@@ -210,7 +211,7 @@ def reverse_edge_ids(
 def _match_positions(
     g: DistGraph, forward: EdgeType, back: EdgeType, edge_range: tuple[int, int], by: Matching
 ) -> Array:
-    """Return the reverse edges of the edges ``edge_range`` (first, end), for ``half`` and ``position``."""
+    """Return reverse edges for the edges ``edge_range`` (first, end), for ``half`` and ``position``."""
     positions = g.orig_edge_ids(np.arange(*edge_range), forward).numpy()
     if by == "half":
         half = g.num_edges(forward) // 2
@@ -222,7 +223,7 @@ def _match_positions(
 
 
 def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Array, Array]) -> Array:
-    """Return, for each forward edge u -> v, the position of a backward edge v -> u, or -1.
+    """Find a backward edge v -> u for each forward edge u -> v. Return its position, or -1 if there is none.
 
     Both are (sources, destinations, order among parallel edges), int64. No backward edge is chosen twice.
     """
@@ -233,7 +234,7 @@ def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Ar
     order, keys = _sort_edges(sources * width + destinations, edge_order)
     back_order, back_keys = _sort_edges(back_destinations * width + back_sources, back_edge_order)
 
-    # The n-th of parallel edges matches the n-th backward edge with the same key, if there is one.
+    # The n-th parallel edge matches the n-th backward edge with the same key, if there is one.
     index_among_parallel = np.arange(len(keys)) - np.searchsorted(keys, keys)
     candidates = np.searchsorted(back_keys, keys) + index_among_parallel
     has_reverse = candidates < len(back_keys)
@@ -245,7 +246,7 @@ def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Ar
 
 def _sort_edges(keys: Array, edge_order: Array) -> tuple[Array, Array]:
     """Sort edges by key, and parallel edges by ``edge_order``. Return the permutation and sorted keys."""
-    # Two stable sorts of one column each are several times faster than lexsort.
+    # Two stable sorts, each by one column, are several times faster than lexsort.
     permutation = np.argsort(edge_order, kind="stable")
     permutation = permutation[np.argsort(keys[permutation], kind="stable")]
     return permutation, keys[permutation]
@@ -258,6 +259,7 @@ def _list_edges(g: DistGraph, etype: EdgeType) -> tuple[Array, Array, Array]:
 
 
 def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:
+    """Raise ConfigError if ``by`` is unknown, or cannot match these edge types."""
     if by not in ("endpoints", "half", "position"):
         raise ConfigError(f"by={by!r}. Choose 'endpoints', 'half' or 'position'.")
     if (back[0], back[2]) != (etype[2], etype[0]):

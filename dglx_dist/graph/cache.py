@@ -44,7 +44,7 @@ def compute_access_probability(
     fanouts: Sequence[Mapping[EdgeType, int]],
     batch_size: int,
 ) -> dict[str, Array]:
-    """Return how probably a rank's batch needs each node as an input (SALIENT++, section 3.2).
+    """Return the probability that a rank's batch needs each node as an input (SALIENT++, section 3.2).
 
     A seed is in a batch with p_0 = batch size / number of seeds. A node u in the batch draws k of its deg(u)
     in-edges at each later hop, as in DGL's blocks. Hops 1 to h miss an edge v -> u with probability
@@ -113,7 +113,7 @@ def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) ->
     if budget == 0:
         return np.empty(0, np.int64)
 
-    # `threshold` is the lowest score among the `budget` highest. Only some rows with this score may fit.
+    # `threshold` is the lowest score that is still cached. If many rows have this score, only some fit.
     index = len(remote_scores) - budget
     threshold = np.partition(remote_scores, index)[index]
     higher_ids = np.flatnonzero(remote_scores > threshold)
@@ -122,7 +122,7 @@ def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) ->
 
 
 def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached_ids: Array) -> float | None:
-    """Return the cached rows' share in all remote scores, or None if all remote scores are 0."""
+    """Return the cached rows' share of all remote scores, or None if all remote scores are 0."""
     first, end = local_range
     remote_sum = float(scores[:first].sum() + scores[end:].sum())
     return float(scores[cached_ids].sum()) / remote_sum if remote_sum > 0 else None
@@ -158,11 +158,9 @@ class CachePlan:
 
     policy: str
     rows: int
-    """How many rows from other servers the server keeps. With ``lookahead``, the maximum for this rank."""
+    """Number of rows that the server caches. With ``lookahead``, the maximum for this rank."""
     bytes: int
-    """Size in bytes, with the lookup table. With ``lookahead``, the table grows with the batches that are
-    known.
-    """
+    """Size in bytes with the lookup table. With ``lookahead``, the table grows with the known batches."""
     expected_hit_rate: float | None
     """Share of hits among remote rows that the policy's model predicts, or None if it has no model."""
 
@@ -273,7 +271,7 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
-    """Keep those rows from other servers that batches need most. Every rank passes the same request."""
+    """Cache the rows on other servers that batches need most. Every rank passes the same request."""
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
@@ -310,7 +308,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
     """Return the maximum number of rows that each rank on a server keeps with ``lookahead``.
 
-    ``local_range`` are the server's rows.
+    ``local_range`` holds the server's first row and end.
     """
     num_local_rows = local_range[1] - local_range[0]
     return min(int(alpha * num_local_rows) // num_ranks, num_rows - num_local_rows)
@@ -339,7 +337,8 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
         return LookAheadRows(num_rows, column.info, local_range, column.num_rows)
 
     rows = run_on_all_ranks(store.session, allocate, ConfigError)
-    # Set a cache on all ranks or on none. If no rank keeps rows, a cache would only cost a thread.
+    # Set a cache on all ranks or on none. If no rank keeps rows, a cache has no use and would only cost a
+    # thread.
     keeps_rows = any(max_rows)
     store.set_cache(column.name, None, rows if keeps_rows else None)
     num_bytes = rows.num_bytes if keeps_rows else 0
@@ -411,7 +410,7 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
 
 
 def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
-    """Return how probably this rank's batch needs each row. Not collective."""
+    """Return the probability that this rank's batch needs each row. Not collective."""
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(
@@ -434,7 +433,7 @@ def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
 
 
 def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
-    """Return this rank's training nodes by node type: the request's seeds, or those that the mask marks."""
+    """Return this rank's training nodes by node type, from the request's seeds or from the mask."""
     if request.seeds is not None:
         num_nodes = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
         try:

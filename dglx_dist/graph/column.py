@@ -67,7 +67,7 @@ class RowCache:
     table: SlotTable
     """Table that maps a row's id to its slot."""
     rows: Array
-    """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
+    """(C, *row) rows in the column's NumPy dtype. Slot s is row s."""
 
 
 _NEVER = 1 << 30
@@ -131,9 +131,10 @@ class JointRequest:
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
-        """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
+        """Wait for the rows that ``plan`` requested, and copy them to ``out``.
 
-        Raises as :meth:`KVStore.submit_pull` does, and ValueError if a reply does not match the request.
+        ``first`` is the number of rows that other plans added to the request before this plan. Raises as
+        :meth:`KVStore.submit_pull` does, and ValueError if a reply does not match the request.
         """
         replies = self.send()
         indices = self._row_indices[first : first + len(plan.ids)]
@@ -162,7 +163,7 @@ class LookAheadRows:
 
     def __init__(self, num_rows: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
         self.rows: Array = np.empty((num_rows, *info.row_shape), numpy_dtype(info.dtype))
-        """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
+        """(C, *row) rows in the column's NumPy dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
         """Function that announces a batch. Returns False if no batch or memory is left."""
         self._local_range = local_range
@@ -272,8 +273,8 @@ class LookAheadRows:
         """Choose the rows to keep after the oldest announced batch.
 
         Announces more batches until a longer look-ahead could not choose better. ``plan`` holds the hits and
-        misses in the oldest batch. Returns a function that takes the batch's (K, *row) rows and copies those
-        to keep.
+        misses in the oldest batch. Returns a function from the batch's (K, *row) rows that copies the rows to
+        keep.
         """
         positions = np.concatenate([plan.hit_positions, plan.positions])
         num_hits = len(plan.hit_positions)
@@ -343,7 +344,7 @@ class Column:
     """The local server's rows, in id order."""
     writable: bool
     on_read: PullHandler | None = None
-    """Function that computes the rows that are read. Only for a tensor in memory."""
+    """Function that computes rows when they are read. Only for a tensor in memory."""
     on_push: PushHandler | None = None
     """Function that applies pushed rows."""
     cache: RowCache | None = None
@@ -351,9 +352,9 @@ class Column:
     ahead: LookAheadRows | None = None
     """Cached rows from other servers for the loader that has reserved them. It replaces ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Lock that this rank holds while it updates rows that it owns from their old values."""
+    """Lock for updates that depend on old values. This rank holds it while it updates its own rows."""
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """Counts of the rows that this rank requested: local, hits and misses, as in :class:`CacheCounts`."""
+    """Row counts for this rank's requests: local, hits and misses, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -437,7 +438,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCounts:
-    """Counts of the rows that this rank requested. Repeated ids count each time."""
+    """Row counts for this rank's requests. Repeated ids count each time."""
 
     local: int = 0
     """Rows on the local server."""
@@ -484,7 +485,13 @@ def _announce(
 ) -> int:
     """Register ``ids`` as inputs of the batch ``step``. Return how many ids had no table entry.
 
-    ``input_bounds`` are the first input for ``ids`` and the first input that is still announced.
+    Args:
+        table: Table over announced and cached ids. New ids get an entry.
+        last_inputs: Last input for each table entry.
+        next_use: Next use for each slot.
+        later_use: Ring buffer with the next use after each announced input.
+        ids: (K,) distinct remote ids.
+        input_bounds: The first input for ``ids``, and the first input that is still announced.
     """
     first_input, first_announced = input_bounds
     mask, num_new_ids = len(later_use) - 1, 0
@@ -512,7 +519,7 @@ def _find_cut(next_use: Array, uses: Array, step: int, num_known: int) -> tuple[
         next_use: Next uses of the cached rows.
         uses: Next uses of the requested rows.
         step: Step of the oldest announced batch.
-        num_known: How many batches are known.
+        num_known: Number of known batches.
 
     Returns:
         Next use at the cut, how many cached and how many requested rows with this use are kept, and whether
@@ -546,7 +553,7 @@ def _assign_slots(
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give slots to those ``ids`` that are used before the cut. Take them from rows that are used after it.
+    """Give slots to the ``ids`` with a use before the cut. Take the slots from rows with a later use.
 
     Return the indices of the ids that got a slot, and their slots. ``cut`` is what :func:`_find_cut`
     returned.

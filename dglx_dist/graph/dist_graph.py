@@ -73,7 +73,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     checksum = dataset.manifest.checksum
     check_equal(session, f"the dataset in {format_location(folder)}", checksum, "copy it again", StorageError)
 
-    # One rank of each server fetches the parts that the server owns.
+    # One rank per server fetches the parts that the server owns.
     own_parts = Placement(dataset.manifest.num_parts, session.topology).local_parts
     run_on_all_ranks(
         session, lambda: dataset.fetch_parts(own_parts if session.topology.local_rank == 0 else ())
@@ -242,8 +242,8 @@ class DistGraph(Shared):
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
             are fewer parts than servers.
         StorageError: on all ranks, if a rank cannot open the dataset.
-        DatasetError: raised instead of StorageError, on the rank that checks the files, if an id is out of
-            range.
+        DatasetError: an id is out of range. The rank that checks the files raises this instead of
+            StorageError.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class DistGraph(Shared):
             raise ConfigError("pass DistGraph the folder of a dataset, or DGL's JSON file as part_config=")
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
-            # Blocks that a script itself moves to the device need the torch path.
+            # If a script itself moves blocks to the device, they need the torch path.
             install()
         if folder is None:
             folder = import_if_changed(Path(str(part_config)), self.session)
@@ -313,7 +313,7 @@ class DistGraph(Shared):
         return torch.device("cpu")
 
     def to(self, device: torch.device | str) -> DistGraph:
-        """Return the graph itself for the CPU. Raise ConfigError for other devices."""
+        """Return this graph if ``device`` is the CPU. Raise ConfigError for other devices."""
         if torch.device(device).type != "cpu":
             raise ConfigError(f"a distributed graph stays on the CPU. Leave out .to({device}): batches move.")
         return self
@@ -496,19 +496,19 @@ class DistGraph(Shared):
         return self._structures[self._resolve_etype(etype, "an edge type")]
 
     def in_degrees(self, v: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Count the in-edges at each node in ``v``, or at all nodes. Return (K,) int64."""
+        """Return the (K,) int64 in-degrees for ``v``, or for all nodes."""
         structure = self.structure(etype)
         ids = as_ids_or_all(v, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Count the out-edges at each node in ``u``, or at all nodes. Return (K,) int64. Reads all edges."""
+        """Return the (K,) int64 out-degrees for ``u``, or for all nodes. The first call reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
-        """Return (sources, destinations), (K,) int64 each. Raise IndexError if an id is out of range."""
+        """Return (sources, destinations), (K,) int64 each. Raise IndexError if an edge does not exist."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
         sources, destinations = structure.submit_find_edges(ids)()
@@ -531,7 +531,7 @@ class DistGraph(Shared):
             seed_nodes: (K,) ids, or a dict from node type to ids.
             fanout: Maximum edges per node and edge type, -1 for all, or a dict by edge type.
             edge_dir: ``in``. Out-edges are stored with their destinations and cannot be drawn.
-            prob: Name of an edge tensor: weights, or a mask that marks the edges that may be drawn.
+            prob: Name of an edge tensor with weights, or with a mask for the edges that may be drawn.
             exclude_edges: Edge ids that are never drawn, or a dict from edge type to ids.
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.
@@ -602,7 +602,7 @@ class DistGraph(Shared):
             user_ids = user_ids.astype(str)
             names = names.astype(str)
 
-        # A name that is greater than all ids is compared with the greatest id, and does not match.
+        # A name beyond the last id is compared with the last id, and does not match.
         order = user_ids.argsort()
         indices = np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)
         positions = order[indices]

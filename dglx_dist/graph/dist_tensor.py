@@ -106,7 +106,7 @@ class PartitionPolicy:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
     def to_partid(self, id_tensor: Ids) -> Tensor:
-        """Return the partition of each row. Raise IndexError if an id is out of range."""
+        """Return the partition that owns each row. Raise IndexError if an id is out of range."""
         rows = as_ids(id_tensor, self.get_size(), self.policy_str)
         return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
@@ -185,7 +185,7 @@ def _check_same(
             f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, but the tensor to "
             f"fill is {dtype} of shape {shape}. Create a tensor with the saved shape and dtype."
         )
-    # Rows that are neither nodes nor edges have the same meaning with any dataset and any policy name.
+    # If rows are neither nodes nor edges, the dataset and the policy name do not matter.
     if not policy.dataset:
         return
 
@@ -224,8 +224,9 @@ class DistTensor(Shared):
         graph: Graph that the tensor belongs to. The default is the graph that was opened last.
 
     Raises:
-        ConfigError: on all ranks, if ranks disagree, memory is short, the shape fits no type or several, or
-            the name belongs to a tensor with another shape or dtype, or to any tensor if ``attach`` is False.
+        ConfigError: on all ranks, if ranks disagree, memory is short, or the shape fits no type or several.
+            Also if the name belongs to a tensor with another shape or dtype, or to any tensor and ``attach``
+            is False.
     """
 
     def __init__(  # noqa: PLR0913 - DGL's signature
@@ -297,7 +298,7 @@ class DistTensor(Shared):
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
-        """Return the nonzero ids that this rank gets, in the form that ``torch.nonzero`` returns.
+        """Return this rank's share of the nonzero ids, shaped like the result of ``torch.nonzero``.
 
         Scripts for one machine train on ``mask.nonzero()``. Here each rank gets the ids that
         ``dx.node_split`` assigns to it. Raises ConfigError if the tensor has more than one dimension.
@@ -324,7 +325,7 @@ class DistTensor(Shared):
         return func._implementation(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        """Compare by identity. Raise TypeError for numbers and arrays, which would all count as unequal."""
+        """Compare by identity. Raise TypeError for numbers and arrays, because they would never be equal."""
         if isinstance(other, int | float | Tensor | np.ndarray | np.generic):
             raise TypeError(f"a DistTensor is not compared by value. {TENSOR_REMEDY}")
         return self is other
@@ -381,7 +382,7 @@ class DistTensor(Shared):
 
         Raises:
             IndexError: an id is out of range (the message shows the first one and its position), or ``index``
-                is something else.
+                has an unsupported type.
             PeerError: an owner is dead or silent.
         """
         if isinstance(index, tuple):
@@ -409,7 +410,8 @@ class DistTensor(Shared):
             wait: Whether to wait until every later read on any rank sees the values. Otherwise :meth:`fence`
                 or ``g.barrier()`` waits.
 
-        Raises what :meth:`KVStore.push` raises, and ConfigError for ``values`` that do not fit.
+        Raises:
+            ConfigError: ``values`` do not fit. Other errors are those of :meth:`KVStore.push`.
         """
         ids = integer_ids(index, len(self), repr(self._name))
         try:
@@ -570,7 +572,7 @@ class DistTensor(Shared):
             raise ConfigError(f"{self._name!r} is data of the dataset. init_func cannot fill it.")
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Return ``values`` in this tensor's dtype. Raise ConfigError if an integer would change."""
+        """Convert ``values`` to this tensor's dtype. Raise ConfigError if an integer would change."""
         # A number without dimensions may have any dtype, as in torch.
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):
             raise ConfigError(f"{self._name!r} holds {self.dtype}. Convert the {values.dtype} values first.")
@@ -687,7 +689,7 @@ class TypeView(Generic[V]):
 
 @final
 class TypedViews(Generic[K, V]):
-    """``g.nodes`` and ``g.edges``. ``remedy`` is the code that returns ids, as calling them in DGL does."""
+    """``g.nodes`` and ``g.edges``. In DGL, calling them returns ids. ``remedy`` is code for that here."""
 
     def __init__(self, get_view: Callable[[K], V], remedy: str) -> None:
         self._get_view, self._remedy = get_view, remedy
@@ -715,7 +717,7 @@ class TypedViews(Generic[K, V]):
 
 
 class OpenedGraph(Protocol):
-    """Interface of :class:`DistGraph` for modules that it imports and that cannot import it."""
+    """Interface of :class:`DistGraph`, for modules that cannot import it because it imports them."""
 
     session: Session
     dataset: StoredDataset

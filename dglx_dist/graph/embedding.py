@@ -31,13 +31,13 @@ from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
 
 _CHUNK_BYTES = 1 << 24
-"""Size in bytes of the rows that are generated at a time if they need conversion."""
+"""Bytes of rows that are generated at a time if they need conversion."""
 
 
 def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 1.0) -> None:
     """Fill (n, d) floating-point rows, which start at id ``first``, with uniform draws in [-scale, scale).
 
-    The draws depend only on the seed, the name of the tensor and the row's id.
+    The draws depend only on the seed, the tensor's name and the row's id.
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
@@ -56,7 +56,7 @@ def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 
 
 @njit(cache=True, nogil=True)
 def _fill_with_draws(rows: Array, first: int, stream: np.uint64) -> None:
-    """Fill the (n, d) ``rows`` with draws in [-1, 1). The id of the first row is ``first``."""
+    """Fill the (n, d) ``rows`` with draws in [-1, 1). ``first`` is the first row's id."""
     num_rows, num_columns = rows.shape
     for row in range(num_rows):
         key = item_key(stream, first + row)
@@ -66,7 +66,7 @@ def _fill_with_draws(rows: Array, first: int, stream: np.uint64) -> None:
 
 
 PHASE = "embeddings"
-"""Ledger phase of pulled rows."""
+"""Ledger phase for pulled rows."""
 
 _COMPUTE_DTYPE = {
     torch.float32: torch.float32,
@@ -78,32 +78,32 @@ _COMPUTE_DTYPE = {
 
 @final
 class DistEmbedding(Shared):
-    """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
+    """One trainable row per node or edge, for one type, cut over the servers (DistDGL, section 5.4).
 
-    A call of the embedding pulls a mini-batch's rows. ``backward`` stores their gradients here, and
-    ``step()`` of an optimizer of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows.
-    Without ``step()``, at most one gradient row for each id is kept. ``torch.no_grad()`` keeps none.
+    A call pulls a mini-batch's rows. ``backward`` stores their gradients here. An optimizer from
+    :mod:`dglx_dist.graph.optim` sends them in ``step()`` to the ranks that own the rows. Without ``step()``,
+    at most one gradient row for each id is kept. ``torch.no_grad()`` keeps none.
 
     Creating an embedding is collective. If the name exists, the embedding uses that tensor. Any rank may call
-    an embedding alone. In synchronous mode no barrier is needed between ``step()`` and a call of another
+    an embedding alone. In synchronous mode no barrier is needed between ``step()`` and a call on another
     rank, because ``step()`` returns when all ranks have applied it.
 
     Args:
-        num_embeddings: Number of rows: the number of nodes or edges of a type.
+        num_embeddings: Row count. It equals the number of nodes or edges of the type.
         embedding_dim: Number of columns d.
         name: Name in ``g.nodes[...].data``, the same on all ranks. With None, nothing can attach later.
-        init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
-            each server calls it. The default is uniform in [-scale, scale). The draws depend on the session's
+        init_func: Function from (shape, dtype) to the first values for the local server's rows. One rank per
+            server calls it. The default is uniform in [-scale, scale). The draws depend on the session's
             seed, the name and the row's id, and not on the number of ranks.
         part_policy: ``g.get_node_partition_policy(ntype)`` or another policy. It is needed if several types
             have ``num_embeddings`` nodes or edges.
-        dtype: float32, float64, bfloat16 or float16. The last two, and the states of their optimizers, are
-            computed in float32. Rows are rounded when they are stored.
-        graph: Graph of the rows. The default is the graph that was opened last.
-        scale: Scale of the first values without ``init_func``. Pass the ``row_scale`` of a decoder of links.
+        dtype: float32, float64, bfloat16 or float16. The last two, and their optimizer states, are computed
+            in float32. Rows are rounded when they are stored.
+        graph: Graph that the rows belong to. The default is the graph that was opened last.
+        scale: Scale for the first values without ``init_func``. Pass a link decoder's ``row_scale``.
 
     Raises:
-        ConfigError: on all ranks, for a wrong dtype, number of rows or dimension, or if memory is short.
+        ConfigError: on all ranks, for a wrong dtype, row count or dimension, or if memory is short.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class DistEmbedding(Shared):
         else:
             policy = run_on_all_ranks(store.session, check_arguments, ConfigError)
         self.dataset = ""
-        """Checksum of the dataset that numbers the rows. "" if its graph is closed."""
+        """Checksum of the dataset whose ids number the rows. Empty if its graph is closed."""
         open_graph = graph or get_opened_graph()
         if open_graph.kvstore is policy.store:
             self.dataset = open_graph.dataset.manifest.checksum
@@ -142,7 +142,7 @@ class DistEmbedding(Shared):
         attaches = name is not None and store.has(policy.key(name))
         shape = (num_embeddings, embedding_dim)
         if not attaches:
-            # The result of init_func is a second copy of the rows.
+            # init_func returns a second copy of the rows.
             num_copies = 1 if init_func is None else 2
             row_bytes = embedding_dim * dtype.itemsize * num_copies
             remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
@@ -160,14 +160,14 @@ class DistEmbedding(Shared):
         self._gradients: list[RowGradient] = []
         self._num_kept_rows = 0
         self.optm_state: tuple[DistTensor, ...] = ()
-        """Tensors of the optimizer. Empty without an optimizer."""
+        """The optimizer's tensors. Empty without an optimizer."""
 
     @property
     def name(self) -> str:
         return self.weight.name
 
     data_name = name
-    """Another name of :attr:`name` in DGL."""
+    """DGL's name for :attr:`name`."""
 
     @property
     def num_embeddings(self) -> int:
@@ -187,7 +187,7 @@ class DistEmbedding(Shared):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of returned rows, gradients and optimizer states."""
+        """Dtype for returned rows, gradients and optimizer states."""
         return _COMPUTE_DTYPE[self.weight.dtype]
 
     def __repr__(self) -> str:
@@ -195,16 +195,16 @@ class DistEmbedding(Shared):
         return f"DistEmbedding({self.name!r}, {shape}, {self.weight.dtype})"
 
     def __call__(self, ids: Ids, device: torch.device | str | None = None) -> Tensor:
-        """Return the rows of ``ids``. With gradients enabled, ``backward`` stores their gradients here.
+        """Pull the rows for ``ids``. With gradients enabled, ``backward`` stores their gradients here.
 
         Each distinct row is pulled once. Not collective.
 
         Args:
             ids: (K,) integers, a mask over all rows, or a slice. Ids may be repeated, and K may be 0.
-            device: Device of the result. The default is the device of ``ids``.
+            device: Device for the result. The default is the same device as ``ids``.
 
         Returns:
-            (K, d) rows of :attr:`compute_dtype`.
+            (K, d) rows in :attr:`compute_dtype`.
         """
         row_ids = as_ids(ids, self.num_embeddings, repr(self.name))
         if device is None:
@@ -222,12 +222,12 @@ class DistEmbedding(Shared):
         return F.embedding(to_device(torch.from_numpy(row_indices), target), leaf)
 
     def reset_trace(self) -> None:
-        """Drop all gradients. This is DGL's name; see also ``zero_grad()`` of the optimizers."""
+        """Drop all gradients. This is DGL's name; see also the optimizers' ``zero_grad()``."""
         self._gradients = []
         self._num_kept_rows = 0
 
     def take_gradients(self) -> list[RowGradient]:
-        """Return and drop all gradients, in the order of the backward passes, once they are on the host."""
+        """Return and drop all gradients, ordered by backward pass, once they are on the host."""
         gradients = self._gradients
         self.reset_trace()
         _wait_for(gradients)
@@ -266,7 +266,7 @@ def _wait_for(gradients: list[RowGradient]) -> None:
 
 
 def _sum_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
-    """Return one gradient for each share of a step, because each share gets another weight."""
+    """Return one gradient per step share, because each share gets another weight."""
     sums = []
     for share in dict.fromkeys(gradient.share for gradient in gradients):
         total = sum_weighted([(gradient, 1.0) for gradient in gradients if gradient.share == share])

@@ -55,7 +55,7 @@ MAX_BYTES = 64 << 20
 
 
 class _Message(NamedTuple):
-    """The share of a push that goes to one rank. ``arrays`` are the ids and their rows."""
+    """What a push sends to one rank. ``arrays`` are the ids and their rows."""
 
     rank: int
     arrays: list[Array]
@@ -216,7 +216,7 @@ class KVStore:
             ids: (K,) int64 ids in any order. Ids may be repeated.
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or a function that creates it
                 once the rows are waited for. The default is a new tensor.
-            distinct: Whether the caller guarantees that no id is repeated, which saves a search.
+            distinct: Whether the caller guarantees distinct ids, which saves a search.
             ahead: Look-ahead rows that the caller has reserved. ``ids`` must then be distinct and belong to
                 the oldest announced batch. Wait for the pulls in the order in which they were submitted.
             phase, layer: Keys of the traffic ledger.
@@ -294,11 +294,16 @@ class KVStore:
         *,
         is_frozen: bool = False,
     ) -> None:
-        """Use ``cache`` for rows of the tensor ``name`` that other servers own. Not collective.
+        """Use a cache for the tensor's rows on other servers. Results stay the same. Not collective.
 
-        None removes a cache. A loader that has reserved the rows of ``ahead`` uses them instead of
-        ``cache``. Results stay the same. Raises ConfigError if there is no such tensor, or it is writable and
-        the caller does not guarantee with ``is_frozen`` that no rank writes it.
+        Args:
+            name: Name of the tensor.
+            cache: Rows for all reads, or None for no cache.
+            ahead: Rows for the loader that has reserved them. Its reads use these instead of ``cache``.
+            is_frozen: Whether the caller guarantees that no rank writes the tensor.
+
+        Raises:
+            ConfigError: there is no such tensor, or it is writable and not frozen.
         """
         column = self.column(name)
         if not is_frozen:
@@ -317,7 +322,7 @@ class KVStore:
 
     @contextmanager
     def pause_counting(self) -> Iterator[None]:
-        """Leave rows that this rank requests inside the ``with`` block out of :meth:`cache_counts`."""
+        """Do not count rows for :meth:`cache_counts` that this rank requests inside the ``with`` block."""
         with self._counts_lock:
             saved_counts = {name: [*column.counts] for name, column in self._columns.items()}
         try:
@@ -601,6 +606,7 @@ class KVStore:
         return []
 
     def _serve_add(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Add a message's rows to this rank's rows, under the column's lock."""
         ids, rows = arrays
         column = self._check_owned(name, ids, rows)
         check_summable(name, column.info)
@@ -610,6 +616,7 @@ class KVStore:
         return []
 
     def _serve_handle(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Let the push handler apply a message's rows. Raise ConfigError if this rank has no handler."""
         ids, rows = arrays
         column = self._check_owned(name, ids, rows)
         if column.on_push is None:

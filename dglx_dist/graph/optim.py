@@ -1,7 +1,7 @@
-"""Optimizers of :class:`~dglx_dist.graph.embedding.DistEmbedding`, public as ``dglx_dist.optim``.
+"""Optimizers for :class:`~dglx_dist.graph.embedding.DistEmbedding`, public as ``dglx_dist.optim``.
 
-Their formulas are those of torch. In mode "sync" the rows equal, step by step, those of
-``torch.nn.Embedding(sparse=True)`` trained in one process on the batches of all ranks together.
+Their formulas are torch's. In mode "sync" the rows equal, step by step, those that one process trains with
+``torch.nn.Embedding(sparse=True)`` on the batches from all ranks together.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,28 +37,28 @@ Mode: TypeAlias = Literal["sync", "async"]
 
 
 class SparseOptimizer:
-    """Updates the rows of embeddings that have gradients since the last step.
+    """Updates the embedding rows that have gradients since the last step.
 
-    Creating it is collective, with the same arguments. The owner of a row updates it with the gradients that
-    all ranks have sent, summed. They are weighted like those of the model (the gradient rule,
-    docs/development/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows
-    without gradients and their state stay unchanged. If several optimizers have the same embedding, the first
-    one that steps takes the gradients.
+    Creating it is collective, with the same arguments. A row's owner updates it with the summed gradients
+    from all ranks. They are weighted like the model's gradients (the gradient rule,
+    docs/development/contracts.md). Each call's gradients get the weight of the ``session.step_share`` at that
+    time. Rows without gradients and their state stay unchanged. If several optimizers have the same
+    embedding, the first one that steps takes the gradients.
 
     Args:
         rule: Function that returns the formula. Its errors are raised on all ranks.
-        mode: "sync": every step equals the step of one process. "async": owners apply gradients on arrival.
+        mode: "sync": every step equals the step in one process. "async": owners apply gradients on arrival.
         staleness: Only for "async": maximum number of own steps that may be unapplied when ``step()``
             returns.
-        reduction: Reduction of the loss over a rank's own targets, ``mean`` or ``sum``.
+        reduction: How the loss reduces a rank's own targets, ``mean`` or ``sum``.
 
     Raises:
-        ConfigError: on all ranks, if ``params`` are no distinct DistEmbeddings of one graph, an option is
+        ConfigError: on all ranks, if ``params`` are not distinct DistEmbeddings on one graph, an option is
             invalid, the ranks differ, or memory for the state is short.
     """
 
     saved_as: ClassVar[str] = ""
-    """Kind of the optimizer in saved states. The default is the class's name."""
+    """Optimizer kind in saved states. The default is the class's name."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class SparseOptimizer:
             what = f"the state of {class_name} for {param.name!r}"
             check_memory(self.session, param.part_policy.bounds, state_bytes, what, remedy)
         self.tables = [self._open_table(param, optimizer_id) for param in self.params]
-        """Rows of each embedding that this rank owns."""
+        """Rows that this rank owns, for each embedding."""
         op = f"{store.label}.sparse-{optimizer_id}"
         max_lag = staleness if mode == "async" else None
         self._exchange = SparseExchange(self.session, op, self.tables, max_lag)
@@ -117,12 +117,12 @@ class SparseOptimizer:
         """Apply the gradients since the last step, and drop them.
 
         In mode "sync" every rank must call this, also without gradients. The call returns when all owners
-        have applied the step. In mode "async" a rank may call this alone. Sends 8 bytes and one row of the
-        compute dtype for each distinct row of another rank.
+        have applied the step. In mode "async" a rank may call this alone. Sends 8 bytes and one row in the
+        compute dtype for each distinct row on another rank.
 
         Raises ConfigError on all ranks, if the loss is a mean and an embedding was called in a step with an
-        unknown number of targets. Raises PeerError with the name of a rank that is dead, or did not call this
-        within the time limit.
+        unknown target count. Raises PeerError that names a rank which is dead, or did not call this within
+        the time limit.
         """
         gradients_by_param = [param.take_gradients() for param in self.params]
         is_used = [bool(gradients) for gradients in gradients_by_param]
@@ -132,25 +132,25 @@ class SparseOptimizer:
             for gradients in gradients_by_param:
                 sums.append(weighted_sum(gradients, self._reduction, world_size))
         except ConfigError as error:
-            # The other ranks wait for a message of this rank, so tell them before raising.
+            # The other ranks wait for a message from this rank, so tell them before raising.
             self._exchange.step([], is_used, str(error))
             raise
         self._exchange.step(sums, is_used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step. A later ``backward`` of an earlier call still counts."""
+        """Drop the gradients since the last step. A later ``backward`` for an earlier call still counts."""
         for param in self.params:
             param.reset_trace()
 
     def flush(self) -> None:
-        """Wait until the gradients of all ranks are applied. All ranks call this, like before evaluation."""
+        """Wait until all ranks' gradients are applied. All ranks call this, for example before evaluation."""
         self._exchange.flush()
 
     def staleness_report(self) -> StalenessReport:
         return self._exchange.report()
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Return the settings and the state of the rows that this rank owns, in the layout of DGL.
+        """Return the settings, and the state for the rows that this rank owns, in DGL's layout.
 
         ``{"params": {"lr", ..., "world_size"}, "emb_states": {name: {"ids": (k,) int64, "steps": int,
         "states": {state name: (k, d)}}}}``
@@ -167,8 +167,9 @@ class SparseOptimizer:
     def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`local_state_dict` returned on any rank. The rows may belong to any rank.
 
-        Call this on all ranks, and then a barrier. Only ``lr`` is loaded of the settings. Raises ConfigError
-        if the state belongs to other embeddings or another kind of optimizer. Nothing has changed then.
+        Call this on all ranks, and then a barrier. From the settings, only ``lr`` is loaded. Raises
+        ConfigError if the state belongs to other embeddings or another optimizer kind. After an error,
+        nothing has changed.
         """
         tables = {table.embedding.name: table for table in self.tables}
         embedding_states = local_state_dict["emb_states"]
@@ -193,17 +194,17 @@ class SparseOptimizer:
         """Write the embeddings and the state as the folder ``f``. Every rank must call this.
 
         Each rank writes the rows that it owns. All ranks must see the folder. Raises StorageError on all
-        ranks, if one of them cannot write, or if ``f`` holds something other than saved rows. The former
-        content of ``f`` is unchanged then.
+        ranks, if a rank cannot write, or if ``f`` holds something other than saved rows. After an error,
+        ``f`` is unchanged.
         """
         target = run_on_all_ranks(self.session, lambda: Path(fsdecode(f)))
         save_folder(self.session, target, *self.rows_to_save())
 
     def load(self, f: str | bytes | PathLike[str]) -> None:
-        """Load the result of :meth:`save` on any number of ranks and servers. Every rank must call this.
+        """Load a folder that :meth:`save` wrote on any number of ranks. Every rank must call this.
 
-        Raises StorageError on all ranks, if the folder is missing or damaged for one of them, or belongs to
-        another dataset, optimizer or embeddings. Nothing has changed then.
+        Raises StorageError on all ranks if the folder is missing or damaged for one of them, or belongs to
+        another dataset, optimizer or embeddings. After an error, nothing has changed.
         """
         self.flush()
         run_on_all_ranks(self.session, lambda: self.check_saved(Path(fsdecode(f))))
@@ -211,15 +212,15 @@ class SparseOptimizer:
 
     @property
     def own_rows(self) -> list[torch.Tensor]:
-        """Rows that this rank saves, of embeddings and states, as views of shared memory."""
+        """Rows that this rank saves, from embeddings and states, as views of shared memory."""
         return [view_owned_rows(tensor) for _, _, tensor in self._tensors()]
 
     def rows_to_save(
         self, copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
     ) -> tuple[WriteOwn, Mapping[str, object]]:
-        """Return a function that writes this rank's rows, and the facts of the index. All ranks call this.
+        """Return a function that writes this rank's rows, and facts for the index. All ranks call this.
 
-        ``copy`` maps a name and rows to a copy of the rows. Training can then continue during the writing.
+        ``copy`` maps a name and rows to copied rows. Training can then continue during the writing.
         """
         self.flush()
         writers = []
@@ -232,13 +233,13 @@ class SparseOptimizer:
             return [write(folder) for write in writers]
 
         # All ranks wait here until the rows are copied. In mode "async" a rank that continued earlier would
-        # change rows of other ranks. The number of steps differs between ranks in this mode.
+        # change rows on other ranks. The number of steps differs between ranks in this mode.
         steps = gather_int64([table.steps for table in self.tables], self.session).max(axis=0)
         facts = {"lr": self.lr, "embeddings": self._facts(), "steps": steps.tolist()}
         return write_own, {**self._identity(), **facts}
 
     def check_saved(self, folder: Path) -> None:
-        """Raise StorageError if ``folder`` has other tensors, or a damaged file with rows of this rank."""
+        """Raise StorageError if ``folder`` has other tensors, or a damaged file with this rank's rows."""
         index = read_index(folder)
         facts = index.facts
         for key, value in self._identity().items():
@@ -290,18 +291,18 @@ class SparseOptimizer:
                 state.delete()
 
     def _facts(self) -> list[dict[str, Any]]:
-        """Return facts about each embedding that must be equal on all ranks, and when the rows are read."""
+        """Return facts about each embedding that all ranks, and a saved state to load, must agree on."""
         weights = [param.weight for param in self.params]
         return [{"name": w.name, "shape": list(w.shape), "dtype": str(w.dtype)} for w in weights]
 
     def _identity(self) -> dict[str, object]:
-        """Return further facts that must be equal when a state is read."""
+        """Return further facts that must be equal when a state is loaded."""
         kind = self.saved_as or type(self).__name__
         dataset = self.params[0].dataset
         return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}
 
     def _are_step_counts(self, steps: object) -> bool:
-        """Return whether ``steps`` of a saved state has a count for each embedding."""
+        """Return whether ``steps`` from a saved state has a count for each embedding."""
         if not isinstance(steps, list) or len(steps) != len(self.tables):
             return False
         return all(isinstance(count, int) and count >= 0 for count in steps)
@@ -314,9 +315,9 @@ class SparseOptimizer:
                 yield f"{index}.{name}", table, state
 
     def _open_table(self, param: DistEmbedding, optimizer_id: int) -> OwnedRows:
-        """Create the state tensors of an embedding, and return this rank's rows. Every rank calls this.
+        """Create the state tensors for an embedding, and return this rank's rows. Every rank calls this.
 
-        If a name is taken, for example by another optimizer of the embedding, ``optimizer_id`` is appended.
+        If a name is taken, for example by another optimizer for the embedding, ``optimizer_id`` is appended.
         """
         policy = param.part_policy
         shape, dtype = param.weight.shape, param.compute_dtype
@@ -338,6 +339,7 @@ def _find_session(params: object) -> Session:
 
 
 def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
+    """Return ``params`` as a tuple. Raise ConfigError unless they are distinct embeddings on one graph."""
     if isinstance(params, DistEmbedding):
         raise ConfigError("params is a DistEmbedding. Pass a list: [embedding].")
     embeddings = tuple(params)
@@ -379,11 +381,14 @@ class SparseAdagrad(SparseOptimizer):
 
 @final
 class SparseAdam(SparseOptimizer):
-    """``torch.optim.SparseAdam`` for embeddings. Keeps two rows of moments for each row.
+    """``torch.optim.SparseAdam`` for embeddings. Keeps two rows with moments for each row.
 
-    In mode "async" the step of the bias correction is the number of pushes that the owner has applied.
-    ``betas`` are the decay rates of the moments, and ``eps`` is added to the root of the second moment.
-    ``options`` are those of :class:`SparseSGD`.
+    In mode "async" the bias correction's step is the number of pushes that the owner has applied.
+
+    Args:
+        betas: Decay rates for the moments.
+        eps: Value to add to the second moment's root.
+        options: Options as for :class:`SparseSGD`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class RowOwners:
 
     @cached_property
     def starts(self) -> Array:
-        """(W + 1,) int64: the first row of each rank, and the total number of rows.
+        """(W + 1,) int64: each rank's first row, and the total row count.
 
         Rank r owns the rows ``starts[r]:starts[r + 1]``. A server's ranks share its rows evenly.
         """
@@ -152,7 +152,7 @@ class PartitionBook:
         return self._edges.list_ids(partid, self.to_canonical_etype(etype))
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Count ids from the partition's first node. Raise IndexError if another partition owns an id."""
+        """Return ids relative to the partition's first node. Raise IndexError if an id lies outside it."""
         return self._nodes.local(nids, partid, ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
@@ -386,7 +386,7 @@ def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
 def as_ids(index: Ids, count: int, what: str) -> Array:
     """Return the ids that ``index`` names, each in [0, ``count``). Messages call the rows ``what``.
 
-    Raises IndexError if an id is out of range, and in the cases of :func:`integer_ids`.
+    Raises IndexError if an id is out of range, and as :func:`integer_ids` does.
     """
     ids = integer_ids(index, count, what)
     check_ids(ids, count, what)

@@ -1,7 +1,7 @@
 """Compiled kernels on rows of any dtype that release the interpreter lock: copies, plans, sums.
 
-Rows are copied as machine words. An array of N rows is viewed as (N, words) unsigned integers of the widest
-size that divides a row and fits the alignment of both sides, so one kernel serves all dtypes.
+Rows are copied as machine words. An array with N rows is viewed as (N, words) unsigned integers. They have
+the widest size that divides a row and fits both sides' alignment. So one kernel serves all dtypes.
 """
 
 import mmap
@@ -62,7 +62,7 @@ _LINE_BYTES = 64
 
 @njit(nogil=True, inline="always")
 def read_ahead(rows: Array, row: int) -> None:
-    """Prefetch row ``row`` of (n, d) ``rows``."""
+    """Prefetch the row at index ``row`` in (n, d) ``rows``."""
     step = max(1, _LINE_BYTES // rows.itemsize)
     for column in range(0, rows.shape[1], step):
         _prefetch(rows, row, column)
@@ -70,7 +70,7 @@ def read_ahead(rows: Array, row: int) -> None:
 
 @intrinsic
 def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
-    """Prefetch ``rows[row, column]`` with LLVM. Its hint for writing made no difference in measurements."""
+    """Prefetch ``rows[row, column]`` with LLVM. A hint for writing made no difference in measurements."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
@@ -97,10 +97,10 @@ _AHEAD = 8
 
 
 def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
-    """View two nonempty C-contiguous (n, *row) arrays of one dtype as (n, words) arrays of equal words."""
+    """View two nonempty C-contiguous (n, *row) arrays with one dtype as (n, words) with equal words."""
     row_bytes = source.nbytes // len(source)
-    # A word must divide both addresses and a row's size, and has at most 8 bytes. The lowest bit that is
-    # set in any of these numbers is the greatest power of two that divides all of them.
+    # A word must divide both addresses and a row's size, and has at most 8 bytes. The lowest bit that is set
+    # in any of these numbers is the greatest power of two that divides them all.
     alignment_bits = source.ctypes.data | out.ctypes.data | row_bytes | 8
     word = _WORDS[alignment_bits & -alignment_bits]
     num_words = row_bytes // word.itemsize
@@ -112,7 +112,11 @@ def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
-    Both arrays are C-contiguous and have the same row shape and dtype. ``ids`` are (K,) int64.
+    Args:
+        source: C-contiguous rows with consecutive ids.
+        first: Id of the first row in ``source``.
+        ids: (K,) int64 ids. Ids without a row in ``source`` are skipped.
+        out: C-contiguous (K, *row) rows with the same row shape and dtype.
     """
     if len(ids) and source.size:
         source_words, out_words = view_as_words(source, out)
@@ -130,8 +134,11 @@ def take_rows(source: Array, indices: Array, out: Array | None = None) -> Array:
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    ``first`` is the id of the first row of ``target``. Rows and target have the same row shape and dtype. If
-    one of the (K,) int64 ``ids`` is repeated, its last row wins.
+    Args:
+        rows: (K, *row) rows.
+        target: Rows with consecutive ids, and with the same row shape and dtype.
+        first: Id of the first row in ``target``.
+        ids: (K,) int64 ids. If an id is repeated, its last row wins.
     """
     positions = np.flatnonzero((ids >= first) & (ids < first + len(target)))
     move_rows(rows, positions, target, ids[positions] - first)
@@ -145,7 +152,7 @@ def move_rows(source: Array, indices: Array, out: Array, out_indices: Array) -> 
 
 
 def check_answer(rows: Array, out: Array, num_rows: int) -> None:
-    """Raise ValueError if ``rows`` from another rank are not ``num_rows`` rows that fit into ``out``."""
+    """Raise ValueError unless ``rows``, from another rank, has ``num_rows`` rows that fit into ``out``."""
     shape = (num_rows, *out.shape[1:])
     if rows.shape != shape or rows.dtype != out.dtype:
         raise ValueError(
@@ -157,10 +164,15 @@ def check_answer(rows: Array, out: Array, num_rows: int) -> None:
 def spread_rows(
     rows: Array, out: Array, starts: Array, positions: Array, first_slot: int, last_slot: int
 ) -> None:
-    """Copy row k of ``rows`` to each position of slot ``first_slot + k``. ``rows`` need not be aligned.
+    """Copy ``rows[k]`` to each position that belongs to slot ``first_slot + k``.
 
-    ``rows`` has one row for each slot up to ``last_slot - 1``. ``starts`` and ``positions`` are fields of
-    :class:`RemotePlan`. Raises ValueError if the number, shape or dtype of ``rows`` is wrong.
+    Args:
+        rows: One row for each slot from ``first_slot`` to ``last_slot - 1``. They may be unaligned.
+        out: Rows by position.
+        starts, positions: Fields of :class:`RemotePlan`.
+
+    Raises:
+        ValueError: ``rows`` has a wrong length, shape or dtype.
     """
     check_answer(rows, out, last_slot - first_slot)
     slot_starts = starts[first_slot : last_slot + 1]
@@ -198,7 +210,7 @@ def request_rows(source: Array, first: int, ids: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _advise(start: int, begin: int, end: int, advice: int) -> None:
-    # The address must be the start of a page.
+    # The address must be where a page starts.
     page = (start + begin) // _PAGE_BYTES * _PAGE_BYTES
     # Ignore failures. Pages without advice are read when they are used.
     _madvise(np.uintp(page), np.uintp(start + end - page), np.int32(advice))
@@ -218,7 +230,7 @@ def _request(start: int, row_bytes: int, rows: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
-    """Copy the rows of ``ids`` that are in ``source`` to their positions in ``out``."""
+    """Copy the rows for ``ids`` that are in ``source`` to their positions in ``out``."""
     num_rows, num_words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
@@ -247,7 +259,7 @@ def _move(source: Array, rows: Array, out: Array, out_rows: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def find_first_outside(ids: Array, end: int) -> int:
-    """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``end``), or -1."""
+    """Return the position of the first (K,) int64 id outside [0, ``end``), or -1."""
     num_outside = 0
     # Without an early exit, the first loop runs on vector registers.
     for k in range(ids.shape[0]):
@@ -262,7 +274,7 @@ def find_first_outside(ids: Array, end: int) -> int:
 
 
 def check_ids(ids: Array, end: int, what: str) -> None:
-    """Raise IndexError if one of the (K,) int64 ``ids`` is outside [0, ``end``)."""
+    """Raise IndexError if an id in the (K,) int64 ``ids`` is outside [0, ``end``)."""
     position = find_first_outside(ids, end)
     if position >= 0:
         raise IndexError(
@@ -271,16 +283,16 @@ def check_ids(ids: Array, end: int, what: str) -> None:
 
 
 DIRECT_LIMIT = 1 << 26
-"""Maximum number of ids of a direct table (4 bytes each, 256 MiB per server). Larger tables are hashed."""
+"""Maximum number of ids for a direct table (4 bytes each, 256 MiB per server). Larger tables are hashed."""
 
 _MIN_BITS = 4
 
 
 class SlotTable(NamedTuple):
-    """Table from ids to slots of cached rows, direct or hashed. :func:`fill_table` fills it."""
+    """Table from ids to slots with cached rows, direct or hashed. :func:`fill_table` fills it."""
 
     slots: Array
-    """Direct: (N,) int32 slots, -1 for ids that are not cached. Hashed: the slot of each of ``keys``."""
+    """Direct: (N,) int32 slots, -1 for ids that are not cached. Hashed: one slot per entry in ``keys``."""
     keys: Array
     """Direct: length 0. Hashed: int64 ids, -1 in free entries. The length is a power of two."""
 
@@ -289,14 +301,14 @@ NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 def compute_table_sizes(num_cached: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
-    """Return the lengths of ``slots`` and ``keys`` for a table that holds ``num_cached`` of ``num_ids`` ids.
+    """Return the lengths of ``slots`` and ``keys`` for ``num_cached`` cached ids, all below ``num_ids``.
 
     A hash table is at most half full and takes 24 to 48 bytes per cached row. A direct table takes 4 bytes
     per id. A direct table is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
     """
     num_bits = max(_MIN_BITS, (2 * num_cached - 1).bit_length())
     num_entries = 1 << num_bits
-    # An entry of a hash table takes 12 bytes: 4 for the slot and 8 for the key.
+    # An entry in a hash table takes 12 bytes: 4 for the slot and 8 for the key.
     if num_ids <= direct_limit or 4 * num_ids <= 12 * num_entries:
         return num_ids, 0
     return num_entries, num_entries
@@ -314,7 +326,7 @@ def fill_table(table: SlotTable, ids: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def find_slot(table: SlotTable, key: int) -> int:
-    """Return the slot of the id ``key``, or -1 if it is not cached."""
+    """Return the slot for the id ``key``, or -1 if it is not cached."""
     if len(table.slots) == 0:
         return -1
     return int(table.slots[find_entry(table.keys, key)])
@@ -323,10 +335,10 @@ def find_slot(table: SlotTable, key: int) -> int:
 @njit(cache=True, nogil=True)
 def find_entry(keys: Array, key: int) -> np.uint64:
     """Return the index of the table entry with the id ``key``, or the free entry for that id."""
-    # The index of an entry of a direct table is the id.
+    # In a direct table, the id is the entry's index.
     if len(keys) == 0:
         return np.uint64(key)
-    # Fibonacci hashing. The mask reduces the high half of the product to an index of `keys`.
+    # Fibonacci hashing. The mask reduces the product's high half to an index in `keys`.
     mask = np.uint64(len(keys) - 1)
     entry = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
     while keys[entry] >= 0 and keys[entry] != key:
@@ -343,27 +355,27 @@ def _insert(table: SlotTable, ids: Array) -> None:
 
 
 MAX_IDS = 1 << 20
-"""Maximum number of ids of one request. More ids are split into several requests."""
+"""Maximum number of ids in one request. More ids are split into several requests."""
 
 
 class RemotePlan(NamedTuple):
     """Remote ids among K requested ids, grouped by server. Each distinct id that must be sent has a slot."""
 
     ids: Array
-    """(slots,) int64 distinct remote ids by server. The ids of a server are in order of appearance."""
+    """(slots,) int64 distinct remote ids by server. A server's ids are in order of appearance."""
     server_starts: Array
     """(S + 1,) int64 starts. Server s has the slots ``[s]:[s + 1]``, and the local server has no slots."""
     starts: Array
     """(slots + 1,) int64 starts. Slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
-    """(P,) int64 positions of the ids to request among the K ids, sorted by slot."""
+    """(P,) int64: where the ids to request are among the K ids, sorted by slot."""
     hit_positions: Array
-    """(hits,) int64 ascending positions of the cached remote ids among the K ids."""
+    """(hits,) int64: where the cached remote ids are among the K ids, ascending."""
     hit_slots: Array
-    """(hits,) int64 slots of these ids in the cache."""
+    """(hits,) int64 cache slots for these ids."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
-        """Return (rank, first slot, end slot) of each message. ``ranks`` has the rank to ask per server."""
+        """Return (rank, first slot, end slot) per message. ``ranks`` has the rank to ask per server."""
         messages = []
         slot_ranges = pairwise(self.server_starts.tolist())
         for rank, (first, end) in zip(ranks, slot_ranges, strict=True):
@@ -375,23 +387,27 @@ class RemotePlan(NamedTuple):
 def plan_remote(
     ids: Array, bounds: Array, own_server: int, cached: SlotTable = NO_SLOTS, *, distinct: bool = False
 ) -> RemotePlan:
-    """Split (K,) int64 ``ids`` into ids of the local server, cached ids, and ids to request.
+    """Split ids into ids on the local server, cached ids, and ids to request.
 
-    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. With ``distinct``, the
-    caller promises that no id is repeated. The plan then needs no search for repeated ids.
+    Args:
+        ids: (K,) int64 ids.
+        bounds: (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``.
+        own_server: The local server.
+        cached: Slots of cached ids.
+        distinct: Whether the caller guarantees distinct ids, which saves a search for repeated ids.
     """
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
 
 def number_distinct(ids: Array) -> tuple[Array, Array]:
-    """Return the distinct ``ids`` in order of appearance, and the (K,) int64 index of each id among them."""
+    """Return the distinct ``ids`` in order of appearance, and each id's (K,) int64 index among them."""
     index = np.empty(len(ids), np.int64)
     return _find_distinct(ids, np.arange(len(ids)), index), index
 
 
 @njit(cache=True, nogil=True)
 def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct: bool) -> Any:
-    """Return the fields of the :class:`RemotePlan` of (K,) ``ids``, in order."""
+    """Return the fields for a :class:`RemotePlan` over the (K,) ``ids``, in order."""
     misses, hit_positions, hit_slots = _split_cached(ids, bounds[server], bounds[server + 1], cached)
     if is_distinct:
         slots, server_starts = group_by_range(ids[misses], bounds)
@@ -399,8 +415,8 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
         positions[slots] = misses
         starts = np.arange(len(misses) + 1)
         return ids[positions], server_starts, starts, positions, hit_positions, hit_slots
-    # Slots number the distinct ids by server. So the distinct ids are first found in order of appearance,
-    # and then grouped by server.
+    # Slots number the distinct ids by server. So the distinct ids are first found in order of appearance, and
+    # then grouped by server.
     index_of_miss = np.empty(len(misses), np.int64)
     distinct_ids = _find_distinct(ids, misses, index_of_miss)
     slot_of_index, server_starts = group_by_range(distinct_ids, bounds)
@@ -422,7 +438,7 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
 
 @njit(cache=True, nogil=True)
 def _split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the positions of ids to request, and the positions and slots of cached ids. Skip local ids."""
+    """Return positions for ids to request, and positions and slots for cached ids. Skip local ids."""
     # These arrays are longer than needed, but unused memory costs nothing until it is written.
     miss_positions = np.empty(len(ids), np.int64)
     hit_positions = np.empty(len(ids), np.int64)
@@ -445,13 +461,13 @@ def _split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[A
 
 @njit(cache=True, nogil=True)
 def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
-    """Return the (k,) index of each id after a stable sort by range, and the first index of each range.
+    """Sort ids by range, stably. Return each id's (k,) index after the sort, and each range's first index.
 
     Range r has the ids ``bounds[r]:bounds[r + 1]`` and the indices ``starts[r]:starts[r + 1]``.
     """
     targets = np.empty(len(ids), np.int64)
     starts = np.zeros(len(bounds), np.int64)
-    # `targets` holds the range of each id first, and then the id's index.
+    # `targets` first holds each id's range, and then its index.
     for k in range(len(ids)):
         targets[k] = np.searchsorted(bounds, ids[k], side="right") - 1
         starts[targets[k] + 1] += 1
@@ -502,9 +518,9 @@ def check_summable(name: str, info: ColumnInfo) -> None:
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Sum the (K, *row) ``rows`` that belong to each slot of ``plan``, ordered by position.
+    """Sum the (K, *row) ``rows`` by slot in ``plan``, ordered by position.
 
-    Return (slots, *row) sums in the dtype of ``info``. Integers wrap around.
+    Return (slots, *row) sums in the dtype that ``info`` names. Integers wrap around.
     """
     if len(plan.positions) == len(plan.ids):
         return take_rows(rows, plan.positions)
@@ -517,15 +533,15 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
 
 
 def add_rows(target: Array, first_id: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
-    """Add ``rows[k]`` to the row of ``target`` with the id ``ids[k]``.
+    """Add ``rows[k]`` to the target row with the id ``ids[k]``.
 
     Only one thread may add to a row at a time.
 
     Args:
-        target: (N, ...) rows of the ids from ``first_id`` to ``first_id + N - 1``.
+        target: (N, ...) rows with the ids ``first_id`` to ``first_id + N - 1``.
         ids: (K,) distinct int64 ids. Ids without a row in ``target`` are skipped.
-        rows: (K, ...) rows of the dtype of ``target``.
-        info: Dtype of the column.
+        rows: (K, ...) rows with the same dtype as ``target``.
+        info: The column's dtype.
     """
     is_present = (ids >= first_id) & (ids < first_id + len(target))
     if not is_present.all():
@@ -545,7 +561,7 @@ def add_rows(target: Array, first_id: int, ids: Array, rows: Array, info: Column
 
 
 def _widen_from_half(rows: Array, info: ColumnInfo) -> Array:
-    """Return rows of float16 or bfloat16 in float32, and other rows unchanged."""
+    """Return float16 or bfloat16 rows in float32, and other rows unchanged."""
     return view_as_tensor(rows, info).float().numpy() if info.dtype in HALF_DTYPES else rows
 
 

@@ -1,4 +1,4 @@
-"""Implements ``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any sampler of DGL."""
+"""Implements ``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any DGL sampler."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
 
 
 def make_csc(shard: CSCShard, weights: Array | None = None) -> Csc:
-    """Return a shard in the form of the kernels. ``weights`` are (E,) float32 edge weights."""
+    """Return a shard in the form that kernels take. ``weights`` are (E,) float32 edge weights."""
     weights = np.empty(0, np.float32) if weights is None else weights
     return Csc(shard.indptr, shard.indices, weights, shard.first_node, shard.first_edge)
 
 
 def pack_hop_parameters(fanout: int, stream: int) -> str:
-    """Return the JSON parameters of :func:`make_keyed_draw`. A fan-out of -1 draws all in-edges."""
+    """Return the JSON parameters for :func:`make_keyed_draw`. A fan-out of -1 draws all in-edges."""
     return json.dumps({"fanout": fanout, "stream": stream})
 
 
 def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function that draws in-edges on a server, with :func:`pack_hop_parameters` as parameters.
+    """Return the function by which a server draws in-edges, for parameters from :func:`pack_hop_parameters`.
 
-    The edges that a request excludes are added to ``rule``. ``weights`` maps the first node of a shard to
-    (E,) float32 edge weights, and is empty for uniform draws.
+    Args:
+        rule: Sampling rule. The edges that a request excludes are added.
+        weights: A shard's first node to (E,) float32 edge weights. Empty for uniform draws.
     """
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
@@ -74,17 +75,23 @@ class DrawRule:
     prob: str | None
     """Name of an edge tensor: weights or a mask. None: all edges are equally likely."""
     seed: int
-    """Seed of the draw. The same seed draws the same edges of a node."""
+    """Random seed. At a node, the same seed draws the same edges."""
 
 
 def draw_in_edges(
     g: OpenedGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
-    """Draw at most ``fanout`` in-edges, or all with -1, of each of the (K,) int64 ``nodes``.
+    """Draw in-edges for each of the given nodes.
 
-    The edges are those of the edge type that ``structure`` holds. ``exclude`` has (M,) int64 edge ids
-    that are never drawn. The server that owns a node makes uniform draws. With weights or excluded edges this
-    rank fetches all in-edges, and draws in proportion to the weights. Edges of weight 0 are never drawn.
+    The server that owns a node makes uniform draws. With weights or excluded edges this rank fetches all
+    in-edges, and draws in proportion to the weights. Edges with weight 0 are never drawn.
+
+    Args:
+        structure: In-edges with the edge type to draw.
+        nodes: (K,) int64 ids.
+        fanout: Maximum number of edges per node, or -1 for all.
+        rule: Replacement, weights and seed for the draw.
+        exclude: (M,) int64 edge ids that are never drawn.
     """
     if rule.prob is None and not len(exclude):
         parameters = pack_hop_parameters(fanout, rule.seed)
@@ -109,18 +116,18 @@ def build_sampled_graph(
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Draw in-edges of some nodes. Return a graph with all nodes of ``g`` and the drawn edges.
+    """Draw in-edges of some nodes. Return a graph with all nodes in ``g`` and the drawn edges.
 
     Args:
         g: The opened graph.
-        seed_nodes: Nodes whose in-edges are drawn: ids, or a dict of ids by node type.
-        fanout: Maximum number of edges per node and edge type, -1 for all, or a dict of such numbers by edge
-            type.
-        exclude_edges: Ids of edges that are never drawn, a dict of ids by edge type, or None.
-        rule: Replacement, weights and seed of the draw.
+        seed_nodes: Nodes whose in-edges are drawn: ids, or a dict from node type to ids.
+        fanout: Maximum number of edges per node and edge type, -1 for all, or a dict from edge type to
+            number.
+        exclude_edges: Edge ids that are never drawn, a dict from edge type to ids, or None.
+        rule: Replacement, weights and seed for the draw.
 
     Returns:
-        The graph. Its edge data ``dgl.EID`` holds the id of each edge in ``g``.
+        The graph. Its edge data ``dgl.EID`` holds the edge ids in ``g``.
     """
     # The import is late, because the rest of the package works without DGL.
     import dgl
@@ -154,8 +161,8 @@ def group_by_type(ids: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: s
     """Return the (K,) int64 ids by type.
 
     Args:
-        ids: Ids of the only type, or a dict of ids by type. An edge type may be named by its relation.
-        counts: Number of ids of every type.
+        ids: Ids for the only type, or a dict from type to ids. An edge type may be named by its relation.
+        counts: How many ids every type has.
         what: "node" or "edge", for messages.
 
     Raises:
@@ -176,7 +183,7 @@ def group_by_type(ids: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: s
 
 
 def read_fanouts(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
-    """Return the fan-out of every edge type. One number stands for all types. A dict must name every type."""
+    """Return the fan-out by edge type. One number stands for all types. A dict must name every type."""
     if not isinstance(fanout, Mapping):
         return dict.fromkeys(etypes, int(fanout))
     fanouts = {_resolve_type(key, etypes, "edge"): int(size) for key, size in fanout.items()}
@@ -187,7 +194,7 @@ def read_fanouts(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) 
 
 
 def _resolve_type(key: object, types: Collection[K], what: str) -> K:
-    """Return the type that ``key`` names, which may be the relation of an edge type."""
+    """Return the type that ``key`` names. For an edge type, a relation may be enough."""
     matches = [candidate for candidate in types if candidate == key]
     if what == "edge":
         matches += [candidate for candidate in types if cast("EdgeType", candidate)[1] == key]
@@ -198,7 +205,7 @@ def _resolve_type(key: object, types: Collection[K], what: str) -> K:
 
 
 def _pull_weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -> Array:
-    """Return the (e,) float64 edge weights. Raise ConfigError if they are no numbers of at least 0."""
+    """Return the (e,) float64 edge weights. Raise ConfigError if they are not numbers that are at least 0."""
     data = g.edges[etype].data
     key = g.get_edge_partition_policy(etype).key(name)
     # A tensor that was set under `name` on this rank has another key. An unknown name fails in the pull.

@@ -1,4 +1,4 @@
-"""Rows in memory that the ranks of a server share: allocation, checks of free memory, and saving."""
+"""Rows in memory that a server's ranks share: allocation, checks for free memory, and saving."""
 
 import logging
 import math
@@ -34,15 +34,20 @@ log = logging.getLogger(__name__)
 
 
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
-    """Raise ConfigError on all ranks if rows exceed the free memory of a machine. Every rank must call this.
+    """Raise ConfigError on all ranks if rows exceed a machine's free memory. Every rank must call this.
 
-    Server s will have the rows ``bounds[s]:bounds[s + 1]``, each with ``row_bytes`` in the session's scratch.
+    Args:
+        bounds: (S + 1,) int64. Server s will have the rows ``bounds[s]:bounds[s + 1]`` in the session's
+            scratch.
+        row_bytes: Size of a row in bytes.
+        what: Name for the rows in the message.
+        remedy: What the user can do, for the message.
     """
 
     def check_local_memory() -> None:
         host, num_rows = _count_local_rows(session, bounds)
         num_bytes = num_rows * row_bytes
-        # The file system of shared memory (/dev/shm) has its own limit.
+        # The shared memory file system (/dev/shm) has its own limit.
         free_bytes = shutil.disk_usage(session.scratch).free
         if session.scratch_in is None:
             free_bytes = min(machine_memory()[1], free_bytes)
@@ -56,7 +61,7 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
 
 
 def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
-    """Log a warning if the edges of this machine's servers need more memory than is free. Not collective.
+    """Log a warning if the edges on this machine's servers need more memory than is free. Not collective.
 
     A strategy that holds edges calls this before it reads any. For each edge type, server s has the edges
     ``bounds[s]:bounds[s + 1]``, and each edge takes about ``edge_bytes``.
@@ -80,7 +85,7 @@ def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes:
 
 
 def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
-    """Return this machine's name, and the number of rows of its servers."""
+    """Return this machine's name, and how many rows its servers have."""
     topology = session.topology
     own_host = session.hosts[topology.rank]
     hosts = zip(topology.server_of_rank, session.hosts, strict=True)
@@ -92,7 +97,7 @@ def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
 def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` that all ranks fill and rank 0 renames. All ranks call this.
 
-    If the folder still exists at the end, it is removed. Folders of killed runs beside ``target`` are
+    If the folder still exists at the end, it is removed. Folders that killed runs left beside ``target`` are
     removed, too. Raises StorageError on all ranks if rank 0 cannot make the folder, or another rank does not
     see it.
     """
@@ -123,11 +128,18 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write rows of all ranks into the folder ``target``. All ranks call this.
+    """Write the rows from all ranks into one folder, in place of rows that were saved there before.
 
-    All ranks must see ``target`` under the same name. Rows that were saved there before are replaced. The
-    index stores the ``facts`` of rank 0. Raises StorageError on all ranks if one of them cannot write or does
-    not see the folder, or if the folder holds something other than saved rows. ``target`` is unchanged then.
+    All ranks call this, and must see the folder under the same name. After an error, the folder is unchanged.
+
+    Args:
+        target: The folder.
+        write_own: Function that writes this rank's rows.
+        facts: Facts to store in the index. Those of rank 0 count.
+
+    Raises:
+        StorageError: on all ranks, if a rank cannot write or does not see the folder, or if the folder holds
+            something other than saved rows.
     """
     is_first = session.topology.rank == 0
 
@@ -146,7 +158,7 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
 
 
 def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
-    """Write this rank's rows into a folder and return its lines of the index. The folder may be missing.
+    """Write this rank's rows into a folder and return its lines for the index. The folder may be missing.
 
     Raises StorageError if the folder cannot be written.
     """
@@ -156,7 +168,7 @@ def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
 
 
 def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str, object]) -> None:
-    """Write the index from the results of :func:`write_share` on all ranks. One rank calls this."""
+    """Write the index from what :func:`write_share` returned on all ranks. One rank calls this."""
     lines = chain.from_iterable(lines_of_ranks)
     files = [RowFile(**line | {"row_shape": tuple(line["row_shape"])}) for line in lines]
     with name_write_failures(folder):
@@ -164,18 +176,23 @@ def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str
 
 
 InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Function from (shape of the local server's rows, dtype) to first values. One rank per server calls it."""
+"""Function from (shape, dtype) to first values for the local server's rows. One rank per server calls it."""
 
 
 def map_shared_rows(
     session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
 ) -> Array:
-    """Return writable (``count``, *row) rows that the ranks of the local server share. All ranks call this.
+    """Return writable (``count``, *row) rows that the local server's ranks share. All ranks call this.
 
-    bfloat16 is stored as uint16. Without ``init`` rows are 0. The memory is freed when no rank holds the
-    array any more. ``file_name`` is unused in the session's ``scratch`` and the same on the ranks of a
-    server. Raises ConfigError on all ranks if memory is short on one of them, or if ``init`` raised or
-    returned another shape or dtype.
+    The memory is freed when no rank holds the array any more. bfloat16 is stored as uint16.
+
+    Args:
+        file_name: Unused name in the session's ``scratch``, the same on all ranks of a server.
+        init: Function that returns the first values. Without it, rows are 0.
+
+    Raises:
+        ConfigError: on all ranks, if memory is short on one of them, or if ``init`` raised or returned
+            another shape or dtype.
     """
     path = session.scratch / file_name
     is_leader = session.topology.local_rank == 0
@@ -197,7 +214,7 @@ def map_shared_rows(
 
 def _create_file(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
     """Create and fill the file. Return an error's text, or "" if there was none."""
-    # A file of 0 bytes cannot be mapped.
+    # An empty file cannot be mapped.
     num_bytes = max(1, count * math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize)
     try:
         with path.open("xb") as file:

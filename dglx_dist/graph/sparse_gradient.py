@@ -1,4 +1,4 @@
-"""Gradients of some rows: records, weighted sums, and the kernels that apply them."""
+"""Gradients for some rows: records, weighted sums, and the kernels that apply them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AHEAD = 4
 
 
 class RowSum(NamedTuple):
-    """The gradient of k rows of an embedding: ``weight * rows[indices]``."""
+    """Gradient for k rows in an embedding: ``weight * rows[indices]``."""
 
     ids: Array
     """(k,) int64 distinct ids. In kernels that update rows they are counted from the owner's first row."""
@@ -29,21 +29,21 @@ class RowSum(NamedTuple):
     weight: float = 1.0
 
     def compact(self) -> RowSum:
-        """Return the same gradient with one row for each id, in order, and weight 1."""
+        """Return an equal gradient with one row per id, in order, and weight 1."""
         rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
         _add(self, np.arange(len(self.ids)), rows, 0)
         return make_row_sum(self.ids, rows)
 
 
 def make_row_sum(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
-    """Return the gradient of (k,) distinct ``ids`` with the (k, d) ``rows`` in the same order."""
+    """Return a gradient for (k,) distinct ``ids`` with the (k, d) ``rows`` in the same order."""
     return RowSum(ids, rows, np.arange(len(ids)), weight)
 
 
 def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
-    """Add up one or more gradients of one embedding. The result has one row for each distinct id.
+    """Add up one or more gradients for one embedding. The result has one row per distinct id.
 
-    Rows of an id are added in the order of the gradients, so that the rounding is the same on every run.
+    Rows with the same id are added in the order in which they come, so that every run rounds equally.
     """
     if len(gradients) == 1:
         return gradients[0]
@@ -60,16 +60,18 @@ def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
 
 @njit(cache=True, nogil=True)
 def _add(gradient: RowSum, slots: Array, out: Array, num_filled: int) -> int:
-    """Add ``gradient`` to the rows ``slots`` of ``out``. Return the number of rows that are filled now.
+    """Add ``gradient`` to rows in ``out``. Return how many rows are filled now.
 
-    Only the first ``num_filled`` rows of ``out`` have values before the call. Slots are numbered by
-    appearance, so a slot without values is always the next row.
+    Args:
+        slots: Row in ``out`` for each id. Slots are numbered by appearance, so a slot without values is
+            always the next row.
+        out: Sums. Only the first ``num_filled`` rows have values before the call.
     """
     factor = out.dtype.type(gradient.weight)
     for k in range(len(slots)):
         slot, source = np.uint64(slots[k]), np.uint64(gradient.indices[k])
         if slots[k] == num_filled:
-            # This is the first gradient of the id, so the uninitialised row is overwritten.
+            # This is the first gradient for the id, so the uninitialised row is overwritten.
             num_filled += 1
             for column in range(out.shape[1]):
                 out[slot, np.uint64(column)] = factor * gradient.rows[source, np.uint64(column)]
@@ -79,9 +81,9 @@ def _add(gradient: RowSum, slots: Array, out: Array, num_filled: int) -> int:
     return num_filled
 
 
-# Kernels of updates. (k,) int64 ``targets`` are distinct rows of (n, d) ``weight``, one for each gradient.
-# ``gradient.ids`` are the states' rows. The error model "numpy" does not check divisions for 0, so that
-# loops are vectorised. Each divisor includes eps.
+# Kernels for updates. (k,) int64 ``targets`` are distinct rows in (n, d) ``weight``, one per gradient.
+# ``gradient.ids`` are the states' rows. The error model "numpy" does not check divisions for 0, so that loops
+# are vectorised. Each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_sgd(
     weight: Array, targets: Array, _states: tuple[()], gradient: RowSum, constants: tuple[float]
@@ -152,24 +154,24 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowGradient:
-    """The gradient of the rows of one call, from one backward pass."""
+    """Gradient for the rows that one call returned, from one backward pass."""
 
     ids: Array
     """(k,) int64 distinct ids."""
     rows: Array
     """(k, d) float32 or float64 rows. They are read-only, because autograd may share their memory."""
     share: StepShare | None
-    """Share of the step at the call's time."""
+    """The step share when the call was made."""
     wait: Callable[[], None] | None = None
     """Function that waits until ``rows`` have arrived from a device, or None if they are on the host."""
 
 
 def compute_weight(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
-    """Return the factor of a rank's gradient in the sum over ranks.
+    """Return the factor for a rank's gradient in the sum over ranks.
 
     The factor is n_local / n_global for a mean and 1 for a sum. On a rank without targets, the factor is 0
-    (the gradient rule, docs/development/contracts.md). ``share`` has the numbers of targets of the step on
-    this rank and on all ranks. Raises ConfigError if a mean needs them and ``share`` is None.
+    (the gradient rule, docs/development/contracts.md). ``share`` has the step's target counts on this rank
+    and on all ranks. Raises ConfigError if a mean needs them and ``share`` is None.
     """
     if share is not None and share.num_local == 0:
         return 0.0
@@ -189,7 +191,7 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
 def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
     """Return this rank's contribution to a step's gradient, or None if no weight is above 0.
 
-    ``gradients`` are in the order of the backward passes. Raises ConfigError if a weight is unknown.
+    ``gradients`` are ordered by backward pass. Raises ConfigError if a weight is unknown.
     """
     weighted = []
     for gradient in gradients:
@@ -201,7 +203,7 @@ def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_s
 
 
 def sum_weighted(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
-    """Return the sum of gradient times weight, added in this order, or None for no gradients.
+    """Sum gradient times weight, in this order. Return None if there are no gradients.
 
     The result has one row for each distinct id. A single gradient shares its rows with the result.
     """

@@ -1,4 +1,4 @@
-"""Updates to owned rows: the rules of torch's optimizers, and how gradients reach the owners."""
+"""Updates to owned rows: the rules from torch's optimizers, and how gradients reach the owners."""
 
 import math
 import time
@@ -36,7 +36,7 @@ class UpdateRule:
     """A formula with its settings. ``lr`` may change between steps.
 
     Args:
-        constants: Function from (lr, number of the step: 1, 2, ...) to the constants of ``kernel``.
+        constants: Function from (lr, step number: 1, 2, ...) to the constants for ``kernel``.
         state_names: Names of the tensors that are kept for the rows.
 
     Raises:
@@ -60,9 +60,13 @@ class UpdateRule:
     def update(
         self, weight: Array, targets: Array, states: Sequence[Array], gradient: RowSum, step: int
     ) -> None:
-        """Update rows ``targets`` of (n, d) ``weight`` and rows ``gradient.ids`` of the states in place.
+        """Apply a gradient to weights and states in place. All arrays have the compute dtype.
 
-        All arrays have the compute dtype. ``step`` counts the steps of the parameter from 1, with this one.
+        Args:
+            weight: (n, d) rows.
+            targets: Rows to update in ``weight``, one for each gradient row.
+            states: Optimizer states. Their rows ``gradient.ids`` are updated.
+            step: Step count for the parameter, from 1 on.
         """
         constants = self._compute_constants(self.lr, step)
         self._kernel(weight, targets, tuple(states), gradient, constants)
@@ -82,7 +86,7 @@ def adagrad_rule(lr: float, eps: float) -> UpdateRule:
 def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: bool = False) -> UpdateRule:
     """Return Adam with moments that change only in touched rows, and one step count for all rows.
 
-    If ``corrected``, ``eps`` is added to the root of the second moment after bias correction, as in
+    If ``corrected``, ``eps`` is added to the second moment's root after bias correction, as in
     ``torch.optim.Adam`` and DGL, and the moments have DGL's names. Otherwise ``eps`` is added before the
     correction, as in ``torch.optim.SparseAdam``. The results differ if gradients are not much larger than
     ``eps / sqrt(1 - beta2)``. Raises ConfigError if a setting is invalid.
@@ -110,7 +114,7 @@ def check_at_least_0(name: str, value: float) -> float:
 
 @final
 class OwnedRows:
-    """The rows of one embedding that this rank owns. ``states`` are the tensors of ``rule``."""
+    """The rows that this rank owns in one embedding. ``states`` are the tensors that ``rule`` needs."""
 
     def __init__(self, embedding: DistEmbedding, states: Sequence[DistTensor], rule: UpdateRule) -> None:
         topology = embedding.kvstore.session.topology
@@ -120,19 +124,19 @@ class OwnedRows:
         self.owners = RowOwners(embedding.part_policy.bounds, topology)
         self.first, self.last = self.owners.get_range(topology.rank)
         self.steps = 0
-        """Number of updates to the parameter, including those that change no row on this rank."""
+        """Counts updates to the parameter, even if they change no row on this rank."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
-        """Lock of the rows. Other optimizers and pushes that add hold it, too."""
+        """Lock on the rows. Other optimizers and pushes that add hold it, too."""
 
         self._rows = view_owned_rows(embedding.weight)
         self._state_rows = tuple(view_as_numpy(view_owned_rows(state)) for state in states)
         self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
         no_values = np.empty((0, embedding.embedding_dim), self._dtype)
         self.no_rows = make_row_sum(np.empty(0, np.int64), no_values)
-        """The gradient of a rank that touched no row."""
+        """Gradient from a rank that touched no row."""
 
     def check(self, gradient: RowSum) -> None:
-        """Raise ConfigError if ``gradient``, which another rank sent, is not for rows of this rank."""
+        """Raise ConfigError if ``gradient``, which another rank sent, is not for rows on this rank."""
         ids, rows, _, _ = gradient
         if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != self._dtype:
             dtypes = f"{ids.dtype}, {rows.dtype}"
@@ -149,14 +153,14 @@ class OwnedRows:
         """Sum ``gradients`` in their order and update each touched row once. Any thread may call this."""
         nonempty_gradients = [gradient for gradient in gradients if len(gradient.ids)]
         with self.lock:
-            # A step without rows counts, because the bias correction depends on the number of steps.
+            # A step without rows counts, because the bias correction depends on the step count.
             self.steps += 1
             if nonempty_gradients:
                 total = sum_rows(nonempty_gradients)
                 self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
-        """Update the owned rows ``gradient.ids``, which are counted from the first row of this rank."""
+        """Update the owned rows ``gradient.ids``, which are counted from this rank's first row."""
         rows, states = self._rows, self._state_rows
         compute_dtype = self.embedding.compute_dtype
         if rows.dtype == compute_dtype:
@@ -170,31 +174,31 @@ class OwnedRows:
 
 
 MAX_PARAMETERS = 100
-"""Maximum number of parameters of one optimizer. Each takes two arrays of a message."""
+"""Maximum number of parameters per optimizer. Each takes two arrays in a message."""
 _MAX_PROBLEM = 2000
 
 
 class StepMessage(NamedTuple):
-    """One rank's share of a step."""
+    """One rank's contribution to a step."""
 
     is_used: Sequence[bool]
     """Whether each parameter is part of the sender's backward passes, with or without rows."""
     gradients: Sequence[RowSum]
-    """Gradient of each parameter. Empty if there is a problem."""
+    """One gradient per parameter. Empty if there is a problem."""
     problem: str
-    """Reason why the sender cannot take this step, which is reported to all ranks. Otherwise ""."""
+    """Reason why the sender cannot take this step, to report to all ranks. Empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessReport:
-    """Delay in steps of the updates with this rank's own gradients."""
+    """Delay, in steps, until updates with this rank's own gradients are applied."""
 
     steps: int
-    """Number of steps of this rank."""
+    """Number of steps that this rank made."""
     largest_lag: int
-    """Maximum number of own steps that some owner had not applied when ``step()`` returned."""
+    """Maximum number of own steps that an owner had not applied yet when ``step()`` returned."""
     mean_lag: float
-    """Mean number of own steps that some owner had not applied when ``step()`` returned."""
+    """Mean number of own steps that an owner had not applied yet when ``step()`` returned."""
     waits: int
     """Number of steps that waited because the limit was reached."""
     waited_s: float
@@ -203,12 +207,15 @@ class StalenessReport:
 
 @final
 class SparseExchange:
-    """Sends gradients to the owners of their rows, and applies received gradients.
+    """Sends gradients to the ranks that own the rows, and applies received gradients.
 
-    If ``staleness`` is None, an owner waits for the gradients of all ranks, sums them in the order of the
-    ranks, and applies the sum. Otherwise an owner applies gradients on arrival, and a rank waits for all but
-    the last ``staleness`` of its own steps. ``op`` is a unique name of the remote call. All ranks pass the
-    same ``op`` and the same parameters as ``tables``.
+    If ``staleness`` is None, an owner waits for the gradients from all ranks, sums them in rank order, and
+    applies the sum. Otherwise an owner applies gradients on arrival, and a rank waits for all but the last
+    ``staleness`` of its own steps.
+
+    Args:
+        op: Unique name for the remote call, the same on all ranks.
+        tables: Rows for each parameter. All ranks pass the same parameters.
     """
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int | None) -> None:
@@ -224,9 +231,9 @@ class SparseExchange:
         session.rpc.register(op, self._receive)
 
     def step(self, sums: Sequence[RowSum | None], is_used: Sequence[bool], problem: str = "") -> None:
-        """Apply a step with this rank's weighted gradient of each parameter. See :meth:`_send`.
+        """Apply a step with this rank's weighted gradient for each parameter. See :meth:`_send`.
 
-        Raises ConfigError if another rank has a problem. With a ``problem`` of this rank nothing is applied.
+        Raises ConfigError if another rank has a problem. If this rank has a ``problem``, nothing is applied.
         """
         if self._staleness is None:
             self._step_together(self._send(sums, is_used, problem), problem)
@@ -235,7 +242,7 @@ class SparseExchange:
             self._bound_lag(self._staleness)
 
     def flush(self) -> None:
-        """Wait until all gradients of all ranks are applied. Every rank must call this."""
+        """Wait until all gradients from all ranks are applied. Every rank must call this."""
         while self._in_flight:
             self._finish_oldest()
         if self._staleness is not None:
@@ -254,7 +261,7 @@ class SparseExchange:
         self._session.rpc.unregister(self._op)
 
     def _step_together(self, calls: list[Pending], problem: str) -> None:
-        """Apply the gradients of all ranks to this rank's rows. Return when every rank has done so.
+        """Apply the gradients from all ranks to this rank's rows. Return when every rank has done so.
 
         ``calls`` are this rank's own messages. If this rank has a ``problem``, nothing is applied, and the
         caller raises it. Raises ConfigError if another rank has a problem, and PeerError if one is dead.
@@ -280,7 +287,7 @@ class SparseExchange:
         gather_int64([self._step], self._session)
 
     def _bound_lag(self, staleness: int) -> None:
-        """Wait until at most ``staleness`` steps of this rank are not applied, and record the lag."""
+        """Wait until at most ``staleness`` of this rank's steps are not applied, and record the lag."""
         while self._in_flight and all(call.is_ready() for call in self._in_flight[0]):
             self._finish_oldest()
         if len(self._in_flight) > staleness:
@@ -300,10 +307,13 @@ class SparseExchange:
     def _send(
         self, sums: Sequence[RowSum | None], is_used: Sequence[bool], problem: str = ""
     ) -> list[Pending]:
-        """Send this rank's gradients of one step to the rows' owners, and return the calls.
+        """Start a new step: send this rank's gradients to the rows' owners. Return the calls.
 
-        ``sums`` and ``is_used`` have one entry for each table. If this rank has a ``problem``, it sends that
-        instead, because the others wait for a message of every rank. The call starts a new step.
+        Args:
+            sums: A gradient for each table, or None.
+            is_used: Whether each table was part of this rank's backward passes.
+            problem: Reason why this rank cannot take the step. It is sent instead of gradients, because the
+                others wait for a message from every rank.
         """
         self._step += 1
         own_rank = self._session.topology.rank
@@ -312,12 +322,12 @@ class SparseExchange:
         if not problem:
             shares_by_table = [self._split(*pair) for pair in zip(self._tables, sums, strict=True)]
 
-        # The name of a call does not count as payload, so flags and the problem travel in the name.
+        # A call's name does not count as payload, so flags and the problem travel in the name.
         flags = "".join("1" if flag else "0" for flag in is_used)
         name = f"{own_rank} {self._step} {flags} {problem[:_MAX_PROBLEM]}"
         submit = self._session.rpc.submit
         calls = []
-        # Each rank starts with the next rank, so that the ranks do not all send to the same one first.
+        # Each rank starts with the next rank, so that ranks do not all send to the same rank first.
         for rank in (*range(own_rank + 1, world_size), *range(own_rank)):
             arrays: list[Array] = []
             for shares in shares_by_table:
@@ -330,7 +340,7 @@ class SparseExchange:
         return calls
 
     def _split(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
-        """Return the part of a gradient for each owner, by rank. The parts share the rows of ``total``."""
+        """Split a gradient by owner rank. The results share the rows in ``total``."""
         total = total or table.no_rows
         targets, starts = group_by_range(total.ids, table.owners.starts)
         positions = np.empty(len(targets), np.int64)
@@ -342,7 +352,7 @@ class SparseExchange:
         return shares
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        """Check and keep the message of another rank. Raise ConfigError if it does not fit the tables."""
+        """Check and keep a message from another rank. Raise ConfigError if it does not fit the tables."""
         sender, step, flags, problem = name.split(" ", 3)
         num_tables = len(self._tables)
         num_arrays = 0 if problem else 2 * num_tables
@@ -360,7 +370,7 @@ class SparseExchange:
         return []
 
     def _accept(self, sender: int, step: int, message: StepMessage) -> None:
-        """Apply a message's gradients, or keep them until those of all ranks have arrived."""
+        """Apply a message's gradients, or keep them until all ranks' gradients have arrived."""
         if self._staleness is None:
             self._mailbox.put(step, None, sender, message)
             return

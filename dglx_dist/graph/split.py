@@ -1,4 +1,4 @@
-"""``node_split`` and ``edge_split``: division of selected rows over the ranks (DistDGL, two levels)."""
+"""``node_split`` and ``edge_split``: divide selected rows among the ranks (DistDGL, two levels)."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar, cast
@@ -34,23 +34,23 @@ def node_split(
     Not collective. The same arguments give the same result on every rank.
 
     Args:
-        nodes: Mask over all nodes of ``ntype``, or ids of some nodes; see :func:`read_marked_ids`.
-        partition_book: ``g.get_partition_book()``. The default is the book of the DistTensor or of the graph
-            that was opened last.
-        ntype: Type of the nodes. The default is the column's type.
-        rank: Rank of the share. The default is this rank.
-        force_even: Whether shares differ by at most one over all ranks. Each server then gets a run of the
-            marked nodes, and may own only some of them. Otherwise each server divides its own nodes. Within a
-            server, nodes are assigned at random with the number of the server as seed.
-        node_trainer_ids: (N,) preferred rank of each node, numbered over all ranks or a multiple of them,
-            such as ``g.ndata["trainer_id"]`` of a graph that was cut for trainers. A server respects them as
-            far as the shares stay even.
+        nodes: Mask over all nodes of type ``ntype``, or some node ids; see :func:`read_marked_ids`.
+        partition_book: ``g.get_partition_book()``. The default is the DistTensor's book, or else the book for
+            the graph that was opened last.
+        ntype: Node type. The default is the column's type.
+        rank: Rank that gets the share. The default is this rank.
+        force_even: Whether shares differ by at most one over all ranks. Each server then gets a run of marked
+            nodes, and may own only some of these. Otherwise each server divides its own nodes. Within a
+            server, nodes are assigned at random. The seed is the server's number.
+        node_trainer_ids: (N,) preferred rank for each node. Numbers go over all ranks or a multiple of them,
+            such as ``g.ndata["trainer_id"]`` in a graph that was cut for trainers. A server respects
+            preferences as far as the shares stay even.
 
     Returns:
         (n,) int64 ids, ascending.
 
     Raises:
-        ConfigError: ``nodes`` is no mask or list of ids, no graph is open, or the type is unknown.
+        ConfigError: ``nodes`` is neither a mask nor a list of ids, no graph is open, or the type is unknown.
         IndexError: an id is out of range.
     """
     book = _find_book(nodes, partition_book)
@@ -80,7 +80,7 @@ def _resolve_type(marked: Marked, kind: str, name: T, default: T) -> T:
 
 
 def read_marked_ids(marked: Marked, count: int) -> Array:
-    """Return the ids that a mask or a list of ids marks, ascending.
+    """Return the ids that a mask or a list selects, ascending.
 
     DGL takes any argument for a mask, so a list of ids silently marks the wrong rows. The rules here are:
 
@@ -93,7 +93,7 @@ def read_marked_ids(marked: Marked, count: int) -> Array:
         ConfigError: ``marked`` is neither a mask nor ids, could be both, or contains repeated ids.
         IndexError: an id is out of range.
     """
-    # The servers send one bit per row of a distributed mask. Other tensors are read as a whole.
+    # For a distributed mask, the servers send one bit per row. Other tensors are read in full.
     if isinstance(marked, DistTensor) and marked.dtype == torch.bool and marked.shape == (count,):
         return marked.kvstore.nonzero(marked.kvstore_key)
     values = _read_values(marked)
@@ -129,9 +129,9 @@ def _split(
     force_even: bool,
     trainer_ids: DistTensor | Tensor | Array | None,
 ) -> Tensor:
-    """Return a rank's share of the marked nodes or edges. The arguments are those of :func:`node_split`.
+    """Return a rank's share of the marked nodes or edges. Arguments are as in :func:`node_split`.
 
-    Server s owns the ids ``bounds[s]:bounds[s + 1]``. The default of ``rank`` is the session's rank.
+    Server s owns the ids ``bounds[s]:bounds[s + 1]``. ``rank`` is the session's rank by default.
     """
     session = marked.kvstore.session if isinstance(marked, DistTensor) else current_session()
     topology = session.topology
@@ -151,7 +151,7 @@ def _split(
 def _read_trainers(
     trainer_ids: DistTensor | Tensor | Array, book: PartitionBook, num_rows: int, num_ranks: int
 ) -> tuple[Array, int]:
-    """Return the (N,) trainer of each row, and the number of trainers, which is a multiple of the ranks."""
+    """Return each row's trainer, (N,), and the trainer count, which is a multiple of the rank count."""
     trainers = _read_values(trainer_ids)
     if trainers.shape != (num_rows,) or trainers.dtype.kind not in "iu":
         raise ConfigError(

@@ -20,7 +20,7 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class CSCShard:
-    """In-edges into consecutive destinations, for compiled kernels."""
+    """In-edges of consecutive destinations, for compiled kernels."""
 
     indptr: Array
     """(n + 1,) int64 row starts, beginning with 0."""
@@ -42,10 +42,10 @@ class CSCShard:
 
 @dataclass(frozen=True, kw_only=True)
 class InEdges:
-    """Some in-edges into K nodes, node by node."""
+    """Some in-edges of K nodes, node by node."""
 
     indptr: Array
-    """(K + 1,) int64 row starts. The edges of the k-th node are at ``indptr[k]:indptr[k + 1]``."""
+    """(K + 1,) int64 row starts. Node k has the edges ``indptr[k]:indptr[k + 1]``."""
     sources: Array
     """(e,) int64 global source ids."""
     edge_ids: Array
@@ -60,18 +60,18 @@ class InEdges:
 NO_EDGES: Array = np.empty(0, dtype=np.int64)
 
 PendingAnswers: TypeAlias = Callable[[], list[Array]]
-"""Function that computes local answers, waits for the others and returns all. One thread calls it."""
+"""Function that computes local answers, waits for remote ones and returns all. Only one thread calls it."""
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
-"""Function that draws in-edges. Its arguments are a piece of the structure, (k,) int64 global ids of nodes in
-it, parameters, and (X,) int64 ascending ids of edges that must not be drawn. For requests with rows, the ids
-are (C, k) int64 rows, see :meth:`Structure.submit`.
+"""Function that draws in-edges. Its arguments are a shard, (k,) int64 global node ids in the shard,
+parameters, and (X,) int64 ascending edge ids that must not be drawn. For requests with rows, (C, k) int64
+rows replace the node ids, see :meth:`Structure.submit`.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """In-edges into some distinct nodes, and where these nodes occur among the requested nodes."""
+    """In-edges of some distinct nodes, and where these nodes occur among the requested nodes."""
 
     edges: InEdges
     starts: Array
@@ -81,7 +81,7 @@ class Piece:
 
 
 def join_pieces(num_nodes: int, pieces: Sequence[Piece]) -> InEdges:
-    """Join in-edges into ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
+    """Join in-edges of ``num_nodes`` requested nodes. Each node is in exactly one of ``pieces``."""
     if len(pieces) == 1 and np.array_equal(pieces[0].positions, np.arange(num_nodes)):
         return pieces[0].edges
 
@@ -110,10 +110,16 @@ def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
 def from_wire(
     nodes: Array, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
 ) -> InEdges:
-    """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
+    """Undo :func:`to_wire`.
 
-    ``edge_range`` holds the first edge id and the end. Raises ValueError if the answer has other nodes, edges
-    outside ``edge_range``, or sources outside [0, ``num_sources``).
+    Args:
+        nodes: Distinct (k,) int64 ids that were requested.
+        arrays: The answer.
+        num_sources: Sources must be in [0, ``num_sources``).
+        edge_range: First edge id of the answering server, and the end of its ids.
+
+    Raises:
+        ValueError: the answer has malformed arrays, other nodes, or sources or edges outside these ranges.
     """
     # All values are checked, because compiled code uses them as indices without checks.
     sources, destinations, edge_ids = arrays
@@ -159,7 +165,7 @@ def rows_from_wire(
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", exclude: Array = NO_EDGES) -> InEdges:
-    """Return all in-edges into the (k,) int64 ``nodes``. Each node's edges are ascending by id.
+    """Return all in-edges of the (k,) int64 ``nodes``. Each node's edges are ascending by id.
 
     A draw that takes all edges cannot leave some out, so ``exclude`` must be empty.
     """
@@ -270,7 +276,7 @@ class Structure:
         layer: int = 0,
         phase: str = "sampling",
     ) -> Callable[[], InEdges]:
-        """Request in-edges into nodes and return at once, before local nodes are drawn.
+        """Request in-edges of nodes and return at once, before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 bytes per edge. A request also has 8 bytes for
         each excluded edge that the answering server owns. A request with (C, K) rows sends 8 C bytes per
@@ -300,14 +306,14 @@ class Structure:
         return wait
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
-        """Return in-edges into the (K,) int64 ``nodes``. :meth:`submit` describes ``options``."""
+        """Return in-edges of the (K,) int64 ``nodes``. :meth:`submit` describes ``options``."""
         return self.submit(op, nodes, parameters, **options)()
 
     def close(self) -> None:
         """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Count the in-edges at each node, as (K,) int64. Sources in the range ``outside`` do not count."""
+        """Count the in-edges of each node, as (K,) int64. Sources in the range ``outside`` do not count."""
         return self._count_in_edges(nodes, outside)[0]
 
     def count_edges_before(self, node: int) -> int:
@@ -342,10 +348,12 @@ class Structure:
         return self._draws[op]
 
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        """Draw in-edges into the nodes on this server. Return one piece per shard that has such nodes.
+        """Draw in-edges of the nodes on this server. Return one piece per shard that has such nodes.
 
-        ``nodes`` are the (K,) ids, or (C, K) values with the ids first. ``parameters`` and ``exclude`` are
-        passed to ``draw``.
+        Args:
+            draw: Function that draws in a shard.
+            nodes: (K,) ids, or (C, K) values with the ids first.
+            parameters, exclude: Arguments for ``draw``.
         """
         pieces = []
         for shard, positions in self._find_local_nodes(nodes):
@@ -461,7 +469,7 @@ class PartitionedStructure(Structure):
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
-        """Request in-edges into nodes on other servers, with the same parameters as :meth:`submit`.
+        """Request in-edges of nodes on other servers, with the same parameters as :meth:`submit`.
 
         Return a function that waits for the answers and returns one piece per request.
         """
@@ -556,10 +564,17 @@ class PartitionedStructure(Structure):
     def _submit_to_owners(
         self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Any], parameters: str = ""
     ) -> PendingAnswers:
-        """Call ``op`` on the servers that own ``ids``. For local ids, ``compute`` gives the answers.
+        """Call ``op`` on the servers that own ``ids``, and return at once.
 
-        Sends 8 bytes per distinct remote id and receives 8 bytes per answer. The returned function waits for
-        as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
+        Sends 8 bytes per distinct remote id and receives 8 bytes per answer.
+
+        Args:
+            ids: (K,) int64 ids.
+            bounds: (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``.
+            compute: Function that answers for local ids.
+
+        Returns:
+            Function that waits for as many (K,) int64 arrays as ``compute`` returns, ordered like ``ids``.
         """
         server = self._placement.topology.server
         plan = plan_remote(ids, bounds, server)
@@ -587,6 +602,7 @@ class PartitionedStructure(Structure):
         return f"{self._label}.{op}"
 
     def _serve_draw(self, op: str) -> None:
+        """Answer other ranks' draws for nodes that this server owns, after checking each request."""
         draw = self._get_draw(op)
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Orders by time of the structures of a graph, see :mod:`dglx_dist.data.times`."""
+"""Time orders for a graph's structures, see :mod:`dglx_dist.data.times`."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EDGES_AT_ONCE = 1 << 22
-"""Number of edges whose source times are read at a time."""
+"""Number of edges whose source times are read at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeColumns:
-    """The columns of a dataset that hold times."""
+    """The columns in a dataset that hold times."""
 
     edges: Mapping[EdgeType, str]
-    """Edge type to the column of its times. Types without the column are left out."""
+    """Edge type to its time column. Types without the column are left out."""
     nodes: Mapping[str, str]
-    """Node type to the column of its times. Types without the column are left out."""
+    """Node type to its time column. Types without the column are left out."""
     dtype: TimeDtype
-    """Dtype of all times, in which they are compared."""
+    """Dtype in which all times are compared."""
 
 
 def find_time_columns(manifest: Manifest, edge_time: str | None, node_time: str | None) -> TimeColumns:
-    """Return the columns of times with the names ``edge_time`` and ``node_time``.
+    """Find the time columns with the names ``edge_time`` and ``node_time``.
 
     Raises ConfigError if no type has a named column, a column has no times, or integers and floats are mixed.
     """
@@ -83,17 +83,17 @@ def find_time_columns(manifest: Manifest, edge_time: str | None, node_time: str 
 
 
 ReadSourceTimes = Callable[[EdgeType, Array], Array]
-"""Function from an edge type and the (k,) ids of some of its sources to their (k,) times."""
+"""Function from an edge type and (k,) ids of its sources to their (k,) times."""
 
 
 def open_part_order(
     dataset: StoredDataset, columns: TimeColumns, etype: EdgeType, part: int, read: ReadSourceTimes | None
 ) -> TimeOrder:
-    """Return the order by time of one part's edges, from the cache of ``dataset`` if it is there.
+    """Return the time order for one part's edges, from the dataset's cache if it is there.
 
     Args:
-        columns: Columns of times. The type has times of edges, or of its sources, or both.
-        read: Reads times of sources. It may be None if sources of the type have no times.
+        columns: Time columns. The type has times for edges, for its sources, or both.
+        read: Function that reads source times. It may be None if the type's sources have no times.
     """
     edge_name = columns.edges.get(etype)
     node_name = columns.nodes.get(etype[0])
@@ -130,7 +130,7 @@ def _open_order(
 
 
 def open_time_orders(g: DistGraph, columns: TimeColumns) -> dict[EdgeType, dict[int, TimeOrder]]:
-    """Return the orders by time of the shards in this server's memory, by the first node of the shard.
+    """Return the time orders for the shards in this server's memory, by the shard's first node.
 
     Types without times are left out. The first run sorts the edges. Every rank must call this. Raises
     StorageError on all ranks if a part is missing, or the disk fails, and ConfigError if the program has
@@ -142,14 +142,14 @@ def open_time_orders(g: DistGraph, columns: TimeColumns) -> dict[EdgeType, dict[
     for etype in g.canonical_etypes:
         if etype in columns.edges or etype[0] in columns.nodes:
             open_orders = partial(_open_shard_orders, g, columns, etype)
-            # The first rank of a server sorts, and the others find the result.
+            # A server's first rank sorts, and the others find the result.
             run_on_all_ranks(g.session, open_orders if is_first else dict)
             orders[etype] = run_on_all_ranks(g.session, open_orders)
     return orders
 
 
 def _check_names(g: DistGraph, columns: TimeColumns) -> None:
-    """Raise ConfigError if this rank has given the name of one of ``columns`` to another tensor."""
+    """Raise ConfigError if this rank has given a time column's name to another tensor."""
     named = []
     for ntype, name in columns.nodes.items():
         named.append((g.nodes[ntype], g.get_node_partition_policy(ntype), name))
@@ -166,6 +166,8 @@ def _check_names(g: DistGraph, columns: TimeColumns) -> None:
 
 
 def _open_shard_orders(g: DistGraph, columns: TimeColumns, etype: EdgeType) -> dict[int, TimeOrder]:
+    """Return one edge type's time orders by first node, for this server's shards that have edges."""
+
     def read_source_times(etype: EdgeType, sources: Array) -> Array:
         key = g.nodes[etype[0]].data[columns.nodes[etype[0]]].kvstore_key
         return view_as_numpy(g.kvstore.pull(key, sources, phase="structure"))
@@ -187,6 +189,7 @@ def _open_shard_orders(g: DistGraph, columns: TimeColumns, etype: EdgeType) -> d
 
 
 def _join_orders(orders: Sequence[TimeOrder], offsets: Array) -> TimeOrder:
+    """Concatenate the parts' orders. Edge positions then count through all parts."""
     dtype = np.int32 if offsets[-1] <= np.iinfo(np.int32).max else np.int64
 
     def shift() -> Iterator[Array]:

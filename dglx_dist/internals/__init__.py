@@ -1,1 +1,1 @@
-"""Every use of private parts of PyTorch and DGL, and the versions that each was tested on."""
+"""All code that uses private parts of PyTorch and DGL. Each module names the versions it was tested on."""

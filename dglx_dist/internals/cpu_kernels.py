@@ -1,4 +1,4 @@
-"""Corrections of DGL's own kernels on CPUs. Tested on DGL 1.1.3 and 2.1.0."""
+"""Corrections for DGL's own kernels on CPUs. Tested on DGL 1.1.3 and 2.1.0."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _DGL_REDUCE = core.invoke_udf_reduce
 def correct_kernels() -> None:
     """Correct DGL's operators on CPUs in this process.
 
-    - DGL casts the operands of its kernels under the autocast of CUDA, but not of CPUs. There a kernel gets
-      rows in bfloat16 from a linear layer, and edge weights or attention in float32, and refuses them.
+    - DGL casts its kernels' operands under CUDA autocast, but not under CPU autocast. There a kernel gets
+      bfloat16 rows from a linear layer, and float32 edge weights or attention, and refuses them.
     - On a graph without edges, maxima and minima are zeros. DGL gives their gradient to node 0 (an error if
-      there is none), but it must be zero. A rank's block, or one relation of it, may have no edges although
+      there is none), but it must be zero. A rank's block, or one relation in it, may have no edges although
       the complete graph has some.
     - A user-defined reduction, such as an LSTM, may depend on the order of a node's messages, and partitions
-      reorder edges. On blocks of :func:`note_edge_order` it uses the order of the source's list of edges.
+      reorder edges. On blocks that :func:`note_edge_order` has marked, messages come in the order of the
+      source's edge list.
     """
     sparse._cast_if_autocast_enabled = _cast_operands
     sparse.GSpMM = SimpleNamespace(apply=functools.partial(_spmm_or_sum, sparse.GSpMM.apply))
@@ -37,9 +38,9 @@ def correct_kernels() -> None:
 
 
 def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
-    """Remember that ``positions(ids, etype)`` returns positions of edges in the source's list.
+    """Remember ``positions``, which maps (ids, edge type) to positions in the source's edge list.
 
-    The function is called for a user-defined reduction. It is not collective. A copy of the ids loses it.
+    Only a user-defined reduction calls the function. It is not collective. A copy of the ids loses it.
     """
     for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
         column = frame._columns.get(dgl.EID)
@@ -55,7 +56,7 @@ class _Positions:
         self._order: Tensor | None = None
 
     def find_order(self, ids: Tensor) -> Tensor:
-        """Return the (E,) numbers of the edges ``ids`` in the order of the source's list."""
+        """Return (E,) edge numbers that sort the edges ``ids`` as in the source's list."""
         if self._order is None:
             self._order = self._find(ids.cpu()).argsort(stable=True)
         return self._order.to(ids.device)

@@ -1,8 +1,8 @@
-"""Imports of DGL without its GraphBolt, and of libraries that keep caches without a home folder.
+"""Imports DGL without its GraphBolt, and libraries that keep caches without a home folder.
 
 Tested on DGL 1.1.3 and 2.1.0.
 
-DGL 2.0 to 2.3 import GraphBolt with ``import dgl``, and its library is built for a few versions of torch.
+DGL 2.0 to 2.3 import GraphBolt with ``import dgl``, and its library is built for only a few torch versions.
 Nothing else in DGL's graphs, kernels, layers and single-machine loaders uses it, and this package does not
 either. Where GraphBolt cannot be loaded, ``dgl.graphbolt`` is an empty module.
 
@@ -31,14 +31,15 @@ log = logging.getLogger(__name__)
 class LibraryFinder:
     """Finds ``dgl.graphbolt`` as Python does. If its import fails, it warns and the module is empty.
 
-    Finds nothing else, but sets the environment of the libraries above.
+    Finds nothing else, but sets the environment for the libraries above.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "dgl":
-            # This package works only with this backend. Otherwise DGL looks for a file, and writes it.
+            # This package works only with this backend. Without the variable, DGL looks for a file, and
+            # writes it.
             os.environ.setdefault("DGLBACKEND", "pytorch")
         elif fullname == "numba" and not _is_writable_package():
             _provide_cache("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache", "numba")
@@ -53,6 +54,7 @@ class LibraryFinder:
 
 
 def _execute_or_empty(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute ``module``. If this fails, empty it and warn, so that only uses of its names raise errors."""
     bare = dict(vars(module))
     try:
         execute(module)
@@ -69,13 +71,13 @@ def _execute_or_empty(execute: Callable[[ModuleType], None], module: ModuleType)
         raise AttributeError(f"there is no {name!r}: {message}")
 
     vars(module).clear()
-    # Without a path, the import of a submodule fails, too.
+    # Without a path, importing a submodule fails, too.
     vars(module).update(bare, __path__=[], __getattr__=refuse)
     warnings.warn(message, ImportWarning, stacklevel=2)
 
 
 def _is_writable_package() -> bool:
-    # Numba first tries to cache beside each module of this package.
+    # Numba first tries to cache beside each module in this package.
     for folder, names, _ in os.walk(Path(__file__).parents[1]):
         names[:] = [name for name in names if name != "__pycache__"]
         cache = Path(folder, "__pycache__")
@@ -85,7 +87,7 @@ def _is_writable_package() -> bool:
 
 
 def _provide_cache(variable: str, base: str, default: str, name: str) -> None:
-    """Set ``variable`` to a temporary folder if the usual folder of the cache cannot be made."""
+    """Set ``variable`` to a temporary folder if the usual cache folder cannot be made."""
     if os.environ.get(variable):
         return
     usual = Path(os.path.expanduser(os.environ.get(base) or default), name)
@@ -97,7 +99,7 @@ def _provide_cache(variable: str, base: str, default: str, name: str) -> None:
             return
     except OSError as error:
         os.environ[variable] = folder = str(_temporary_folder())
-        # Without its cache Numba compiles for a minute. The ranks of a launcher inherit the variable and its
+        # Without its cache Numba compiles for a minute. A launcher's ranks inherit the variable and its
         # warning.
         report = log.warning if name == "numba" and os.environ.get("LOCAL_RANK", "0") == "0" else log.info
         reason = f"{usual} cannot be written ({error.strerror})"

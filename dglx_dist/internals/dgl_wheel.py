@@ -1,9 +1,9 @@
-"""DGL on versions of Python for which its project has no wheel.
+"""Installs DGL on Python versions for which its project has no wheel.
 
-Tested with DGL 2.1.0 on Python 3.13. The libraries in a wheel of DGL work with every version of Python. Only
-one Cython module does not, and DGL calls its library through ctypes if that module is missing. So the wheel
-for CPython 3.12 is downloaded and its hash is checked. A copy without the module, tagged for every Python 3,
-is then installed by pip.
+Tested with DGL 2.1.0 on Python 3.13. The libraries in a DGL wheel work with every Python version. Only one
+Cython module does not, and DGL calls its library through ctypes if that module is missing. So this module
+downloads the wheel for CPython 3.12 and checks its hash. It makes a copy without the Cython module, tagged
+for every Python 3, and pip installs the copy.
 """
 
 import hashlib
@@ -21,22 +21,22 @@ from dglx_dist.errors import ConfigError
 
 VERSION = "2.1.0"
 _WHEEL_PYTHON = "3.12"
-"""Version of Python that the downloaded wheel is for."""
+"""Python version that the downloaded wheel is for."""
 SHA256 = (
     "af9b5974d667d11b9b2dc153981241c248a314c1a54880d4a2af12a00470b78d",  # x86_64
     "0f8605418e71191f7a4b43a5a6597e655512c7a48171ac042993d77c676f3092",  # aarch64
 )
-"""Hashes of the wheels of DGL 2.1.0 for CPython 3.12 on PyPI."""
+"""Hashes of the DGL 2.1.0 wheels for CPython 3.12 on PyPI."""
 _CYTHON_MODULE = "/_cy3/core.cpython-"
 
 
 def has_official_wheel() -> bool:
-    """Return whether the project of DGL has wheels for this version of Python."""
+    """Return whether DGL's project has wheels for this Python version."""
     return sys.version_info < (3, 13)
 
 
 def find_version() -> str | None:
-    """Return the version of the installed DGL, or None if there is none."""
+    """Return the installed DGL's version, or None if there is none."""
     try:
         return metadata.version("dgl")
     except metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def install_wheel(sha256: Sequence[str] = SHA256) -> None:
     """Download DGL's wheel for another Python, and install it into this environment.
 
     Raises:
-        ConfigError: pip is missing, cannot get a wheel with one of these hashes, or cannot install it.
+        ConfigError: pip is missing, cannot get a wheel with a matching hash, or cannot install it.
     """
     with tempfile.TemporaryDirectory(prefix="dglx-dgl-") as name:
         folder = Path(name)

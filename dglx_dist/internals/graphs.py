@@ -1,4 +1,4 @@
-"""Private parts of DGL's graphs: structures, column frames, and graphs that lack some of their out-edges.
+"""Private parts of DGL's graphs: structures, column frames, and graphs that lack some out-edges.
 
 Tested on DGL 1.1.3 and 2.1.0.
 """
@@ -36,20 +36,20 @@ BlockParts: TypeAlias = tuple[Any, tuple[list[str], list[str]], list[str], list[
 
 
 def get_structure(graph: Any) -> Any:
-    """Return the structure of ``graph``. DGL replaces it when it moves a graph or changes its edges."""
+    """Return the graph's structure. DGL replaces it when it moves a graph or changes its edges."""
     return graph._graph
 
 
 def get_block_parts(block: DGLBlock) -> BlockParts:
-    """Return the arguments that make another block with the structure and columns of ``block``."""
-    # In the order of the frames; `srctypes` is sorted by name.
+    """Return the arguments that make another block with the same structure and columns."""
+    # The types must have the frames' order. `srctypes` is sorted by name.
     half = len(block._ntypes) // 2
     types = block._ntypes[:half], block._ntypes[half:]
     return block._graph, types, block.etypes, block._node_frames, block._edge_frames
 
 
 def get_relation(block: Any, number: int) -> DGLBlock:
-    """Return one edge type of ``block`` as a block that shares its structure and frames."""
+    """Return one edge type as a block that shares the structure and frames of ``block``."""
     source, relation, destination = block.canonical_etypes[number]
     ends = block.get_ntype_id_from_src(source), block.get_ntype_id_from_dst(destination)
     frames = [block._node_frames[end] for end in ends]
@@ -59,7 +59,7 @@ def get_relation(block: Any, number: int) -> DGLBlock:
 
 
 def pass_messages(block: DGLBlock, message: Any, reduce: Any) -> dict[str, Tensor]:
-    """Return the destination columns of DGL's message passing, in which missing extrema are infinite."""
+    """Run DGL's message passing. Return the destination columns, in which missing extrema are infinite."""
     columns: dict[str, Tensor] = message_passing(block, message, reduce, None)
     return columns
 
@@ -67,10 +67,11 @@ def pass_messages(block: DGLBlock, message: Any, reduce: Any) -> dict[str, Tenso
 def reduce_over_types(
     results: Sequence[tuple[int, Mapping[str, Tensor]]], cross_reducer: Any, reduce: Any
 ) -> dict[str, Tensor]:
-    """Return the columns that DGL's ``multi_update_all`` computes from the columns of several edge types.
+    """Combine the columns that several edge types computed, as DGL's ``multi_update_all`` does.
 
-    ``results`` are the numbers of the edge types, and their columns. ``reduce`` is the function of the last
-    edge type.
+    Args:
+        results: (edge type number, columns) pairs.
+        reduce: The last edge type's reduce function.
     """
     numbers, columns = zip(*results, strict=True)
     merged: dict[str, Tensor] = reduce_dict_data(list(columns), cross_reducer, list(numbers))
@@ -80,27 +81,27 @@ def reduce_over_types(
 
 
 def frames_by_type(graph: Any) -> Iterator[tuple[str | EdgeType, Frame]]:
-    """Yield each node type (of a block on both sides) and each edge type with the columns of its rows."""
+    """Yield each node type (for a block on both sides) and each edge type with its columns."""
     frames = (*graph._node_frames, *graph._edge_frames)
     return zip((*graph._ntypes, *graph.canonical_etypes), frames, strict=True)
 
 
 def set_frame(block: Any, frame: Frame) -> None:
-    """Replace the columns of the first source type of ``block``."""
+    """Replace the columns of the block's first source type."""
     block._node_frames[0] = frame
 
 
 def replace_columns(frame: Frame, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Replace the columns of ``frame`` by ``make`` of its stored columns by name."""
+    """Replace the frame's columns. ``make`` maps the stored columns by name to the new ones."""
     frame._columns = make(frame._columns)
 
 
 def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType = EDGE_TYPE) -> DGLBlock:
-    """Build a block of one edge type without data. It shares memory with the arrays.
+    """Build a block with one edge type and no data. It shares memory with the arrays.
 
     Args:
-        indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, which are the first sources.
-        sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
+        indptr: (D + 1,) int32 or int64 CSC offsets for the D >= 0 destinations, which are the first sources.
+        sources: (E,) in [0, ``num_src``), with the same dtype as ``indptr``.
     """
     num_dst = len(indptr) - 1
     source, relation, destination = etype
@@ -112,7 +113,7 @@ def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType =
 
 def _build_bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
     # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block. For small
-    # batches, NumPy's range takes a third of the time of torch's.
+    # batches, NumPy's range takes a third of the time that torch's takes.
     dtype = np.int32 if indptr.dtype is torch.int32 else np.int64
     positions = torch.from_numpy(np.arange(len(sources), dtype=dtype))
     return heterograph_index.create_unitgraph_from_csr(
@@ -122,10 +123,12 @@ def _build_bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor
 
 @final
 class BlockTypes:
-    """Types of blocks that have all node types on both sides. Thread-safe.
+    """Types for blocks that have all node types on both sides. Thread-safe.
 
-    For each of the ``relations``, ``sources`` and ``destinations`` have the positions of its two node types
-    in ``ntypes``.
+    Args:
+        relations: Relation names, one per edge type.
+        sources, destinations: For each relation, the position of its source or destination type in
+            ``ntypes``.
     """
 
     def __init__(
@@ -144,11 +147,11 @@ class BlockTypes:
         """Build a block.
 
         Args:
-            edges: Numbers of sources and destinations, offsets and sources as in :func:`build_block`, and
-                columns, of each edge type.
-            nodes: Columns of each node type, such as global ids. The first rows are sources, and the first of
-                them destinations. None: the block has no columns.
-            counts: Number of sources for each node type, and number of destinations.
+            edges: For each edge type: source and destination counts, offsets and sources as in
+                :func:`build_block`, and columns.
+            nodes: Columns per node type, such as global ids. The first rows are sources, and the first
+                sources are destinations. None: the block has no columns.
+            counts: Source count by node type, and destination count by node type.
         """
         indices = [_build_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
         edge_frames = [Frame(columns, num_rows=len(sources)) for *_, sources, columns in edges]
@@ -169,8 +172,8 @@ class BlockTypes:
 def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     """Return the graph or block without its empty edge types. It is unchanged if all types are empty.
 
-    A model over several types then returns rows only for the seeds' types, as scripts expect. Node
-    types and the data of nodes and edges stay.
+    A model over several types then returns rows only for the seeds' types, as scripts expect. Node types and
+    all data stay.
     """
     etypes = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
     if len(etypes) in (0, len(graph.canonical_etypes)):
@@ -198,7 +201,7 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
 
 @final
 class OwnRowsColumn(LazyFeature):
-    """A column of this rank's (own rows, ...), fewer than the rows of its frame.
+    """A column that holds only this rank's (own rows, ...), although its frame has more rows.
 
     DGL checks the length of every column except placeholders such as this one.
     """
@@ -234,14 +237,14 @@ class OwnRowsColumn(LazyFeature):
 
 
 def get_own_rows(frame: Frame, name: str) -> Tensor | None:
-    """Return the rows of a column of own rows, or None if the column is another one or missing."""
+    """Return a column's own rows, or None if the column is not an :class:`OwnRowsColumn` or is missing."""
     column = frame._columns.get(name)
     return column.data if isinstance(column, OwnRowsColumn) else None
 
 
 @final
 class FetchedColumn(LazyFeature):
-    """A column that is computed at the first access."""
+    """A column that is computed when it is first read."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -256,7 +259,7 @@ class FetchedColumn(LazyFeature):
 
 
 def make_fetched_frame(own_rows: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
-    """Return a source frame with the columns of ``own_rows``, completed by their halo on first read.
+    """Return a source frame with the columns from ``own_rows``, completed by their halo on first read.
 
     The columns that are read determine the exchanges and their order, so all ranks must read the same
     columns. DGL's functions do that, also on a rank without edges. ``fetch`` maps (name, stored rows) to
@@ -271,16 +274,16 @@ def make_fetched_frame(own_rows: Frame, fetch: Callable[[str, Tensor], Tensor], 
 
 @final
 class InEdgesOnly:
-    """Descriptor for ``_graph`` of a DGL graph with an index that cannot be reversed in forward.
+    """Descriptor for a DGL graph's ``_graph``, with an index that cannot be reversed in forward.
 
-    DGL reverses a graph to sum over a source's out-edges, but this rank has only some of them. A softmax
-    over each source's edges would be wrong. In backward DGL reverses the graph to propagate gradients to
-    this rank's copies of the sources. That is correct, because the exchange adds them up.
+    DGL reverses a graph to sum over a source's out-edges, but this rank has only some of them. A softmax over
+    each source's edges would be wrong. In backward DGL reverses the graph to propagate gradients to this
+    rank's source copies. That is correct, because the exchange adds them up.
     """
 
     def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
         # DGL makes a new index when a graph changes its device, formats or integer type. Without ``__get__``,
-        # Python reads the attribute of the instance.
+        # Python reads the instance's attribute.
         index.__class__ = _InEdgesOnlyTorchIndex if isinstance(index, TorchIndex) else _InEdgesOnlyIndex
         graph.__dict__["_graph"] = index
 
@@ -312,16 +315,16 @@ def raise_for_reverse(what: str) -> NoReturn:
 
 
 class InEdgesOnlyGraph:
-    """Base of a DGL graph with complete in-edges and incomplete out-edges.
+    """Base class for DGL graphs with complete in-edges and incomplete out-edges.
 
-    DGL calls :meth:`set_columns` and :meth:`pop_column` for every change of its nodes' columns.
+    DGL calls :meth:`set_columns` and :meth:`pop_column` for every change to node columns.
     """
 
     _graph = InEdgesOnly()
 
     @property
     def node_frames(self) -> list[Frame]:
-        """Columns of the nodes, for a block on both sides."""
+        """Node columns, for a block on both sides."""
         return self._node_frames
 
     @node_frames.setter
@@ -337,14 +340,14 @@ class InEdgesOnlyGraph:
         self._edge_frames = frames
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
-        """Set the columns ``data`` of some or ``ALL`` rows of a side."""
+        """Set the columns ``data`` for some or ``ALL`` rows on one side."""
         super()._set_n_repr(side, rows, data)  # type: ignore[misc]  # every subclass is a DGL graph
 
     def pop_column(self, side: int, name: str) -> Any:
         return super()._pop_n_repr(side, name)  # type: ignore[misc]  # every subclass is a DGL graph
 
     def find_etypes(self, key: Any) -> list[int]:
-        """Return the numbers of the edge types that the index ``key`` of a graph selects."""
+        """Return the edge type numbers that the index ``key`` selects."""
         keys = key if isinstance(key, tuple) else (slice(None), key, slice(None))
         if len(keys) != 3:
             return []
@@ -362,7 +365,7 @@ class InEdgesOnlyGraph:
 
 @final
 class OwnNodes(HeteroNodeView):
-    """The view ``nodes`` of a graph that counts its own nodes."""
+    """The view ``nodes`` for a graph that counts its own nodes."""
 
     __slots__ = ()
 

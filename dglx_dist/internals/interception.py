@@ -1,4 +1,4 @@
-"""Interception of DGL's graph operations and torch's dropout while a model is captured.
+"""Intercepts DGL's graph operations and torch's dropout while a model is captured.
 
 Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0, 2.13.0 and 2.15.0.
 """
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class GraphOperations(Protocol):
-    """Functions that run instead of DGL's operations. ``index`` is the structure of the graph of a call.
+    """Functions that run instead of DGL's operations. ``index`` is the structure of the call's graph.
 
     ``stock`` is DGL's own function, with the same arguments after ``index``.
     """

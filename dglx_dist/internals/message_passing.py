@@ -1,13 +1,13 @@
 """DGL's message passing in torch operations, for devices that DGL's own kernels do not serve.
 
 On a graph that :func:`place` has put on a device, DGL's operators (``update_all``, ``apply_edges``,
-``edge_softmax``, ``dgl.ops``) run this module's functions. On every other graph they run DGL's own
-kernels. Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0, 2.13.0 and 2.15.0.
+``edge_softmax``, ``dgl.ops``) run this module's functions. On every other graph they run DGL's own kernels.
+Tested on DGL 1.1.3 and 2.1.0, and on torch 2.4.0, 2.13.0 and 2.15.0.
 
-No function waits for the device, except for the in-edges of some nodes, which DGL asks for in user-defined
-reductions.
+No function waits for the device, with one exception: user-defined reductions make DGL ask for some nodes'
+in-edges.
 
-Letters of shapes: S sources, D destinations, E edges, H heads, F features of a head.
+Shape letters: S sources, D destinations, E edges, H heads, F features per head.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from dglx_dist.internals.segments import (
 Graph = TypeVar("Graph", bound=Any)
 
 _MAX_HEADS = 8
-"""Maximum number of products with a sparse matrix for one sum. With more heads, messages are made."""
+"""Maximum number of sparse matrix products for one sum. With more heads, messages are made."""
 _BLOCK_ROWS = 64
-"""Number of rows that are multiplied by one matrix at a time in :func:`multiply_groups`."""
+"""Number of rows that :func:`multiply_groups` multiplies by one matrix at a time."""
 
 
 def is_on_torch_path(device: torch.device | str) -> bool:
-    """Return whether graphs on ``device`` take the torch path. All devices but the CPU do by default.
+    """Return whether graphs on ``device`` take the torch path. By default, all devices except the CPU do.
 
     Raises ConfigError if DGLX_MESSAGE_PASSING is neither ``torch`` nor ``dgl``.
     """
@@ -74,12 +74,12 @@ def _read_choice() -> str | None:
 def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None) -> Graph:
     """Return ``graph`` with structure, node and edge columns on ``device``.
 
-    Operators run in torch if :func:`is_on_torch_path`, else this is ``graph.to(device)`` of DGL. The
+    Operators run in torch if :func:`is_on_torch_path`. Otherwise this is DGL's ``graph.to(device)``. The
     structure keeps its integer type. Further data is computed on the device when it is first needed.
 
     Args:
-        graph: DGLGraph or DGLBlock of any number of types, also a subclass.
-        device: Any device of torch, also ``meta``.
+        graph: DGLGraph or DGLBlock with any number of types, also a subclass.
+        device: Any torch device, also ``meta``.
         copy: Function that copies one tensor to ``device``. The default is ``tensor.to(device)``. It may
             return before the data has arrived, if the stream that uses the graph waits for it.
 
@@ -94,7 +94,7 @@ def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None)
 
 
 def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num_dst: int) -> DGLBlock:
-    """Return ``dgl.create_block`` of one edge type, on the device of its arrays.
+    """Do the same as ``dgl.create_block`` with one edge type, on the arrays' device.
 
     Args:
         form: "coo" or "csc".
@@ -123,20 +123,19 @@ def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num
     return block
 
 
-# Operators with the arguments of DGL's autograd functions.
+# Operators with the same arguments as DGL's autograd functions.
 
 
 def compute_messages(relation: Relation, op: str, lhs: Rows, rhs: Rows, targets: str) -> Tensor:
-    """Compute the message of each edge from one or two operands.
+    """Compute each edge's message from one or two operands.
 
     Args:
         relation: Edges.
         op: "copy_lhs", "copy_rhs", "add", "mul" or "dot". "dot" sums over the last dimension and keeps it
             with size 1. Dimensions after the first one broadcast as in NumPy.
-        lhs: Rows of the left operand, or None.
-        rhs: Rows of the right operand, or None.
-        targets: What the rows of the left and the right operand belong to, such as "ue" for sources and
-            edges.
+        lhs: The left operand's rows, or None.
+        rhs: The right operand's rows, or None.
+        targets: What the left and the right operand's rows belong to, such as "ue" for sources and edges.
 
     Returns:
         (E, ...) messages.
@@ -158,15 +157,15 @@ def compute_messages(relation: Relation, op: str, lhs: Rows, rhs: Rows, targets:
 
 
 def _add_dims(rows: Tensor, num_dims: int) -> Tensor:
-    """Insert dimensions of size 1 behind the first one, up to ``num_dims`` dimensions."""
+    """Insert dimensions with size 1 behind the first one, up to ``num_dims`` dimensions."""
     return rows.reshape(len(rows), *(1,) * (num_dims - rows.dim()), *rows.shape[1:])
 
 
 def count_heads(lhs: Tensor, rhs: Tensor) -> int:
-    """Return the number of weights that an edge has for a row of its source.
+    """Count the weights that an edge applies to its source's row.
 
-    Returns 0 if the sum is not computed as sparse products: weights vary along the last dimension, or there
-    are too many of them.
+    Returns 0 if the sum cannot be computed as sparse products, because weights vary along the last dimension,
+    or because there are too many weights.
     """
     num_weights = math.prod(rhs.shape[1:])
     if num_weights == 1 and rhs.dim() <= lhs.dim():
@@ -176,9 +175,9 @@ def count_heads(lhs: Tensor, rhs: Tensor) -> int:
 
 
 def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
-    """Compute messages from sources and edges, and reduce them to (D, ...) rows of the destinations.
+    """Compute messages from sources and edges, and reduce them to (D, ...) destination rows.
 
-    Sums of source rows, with or without edge weights, are sparse products without messages.
+    Sums over source rows, with or without edge weights, are sparse products without messages.
     """
     weights = rhs if op == "mul" else None
     num_heads = 0
@@ -204,10 +203,11 @@ def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
 def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> Tensor:
     """Compute the softmax of the edge scores.
 
-    The scores are normalised over each destination's in-edges if ``norm_by`` is "dst", or over the
-    out-edges of each source if it is "src". ``eids`` are the edges that have scores, or ``ALL``.
+    Args:
+        eids: Edges that have scores, or ``ALL``.
+        norm_by: "dst" normalises over each destination's in-edges, "src" over each source's out-edges.
     """
-    # Indices of distributed graphs refuse a reversal.
+    # A distributed graph's index refuses a reversal.
     segments = (index.reverse() if norm_by == "src" else index).relations[0].by_dst
     if not is_all(eids):
         segments = Segments(segments.num_nodes, len(eids), ends=segments.ends[eids.long()])
@@ -215,7 +215,7 @@ def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> 
 
 
 def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: Rows) -> tuple[Rows, ...]:
-    """Reduce the messages of all edge types at each destination. Return the results by node type.
+    """Reduce messages over all edge types at each destination. Return the results by node type.
 
     The result is None for a node type without messages.
     """
@@ -247,6 +247,7 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
 def sddmm_hetero(
     index: TorchIndex, op: str, num_lhs: int, lhs_target: str, rhs_target: str, *operands: Rows
 ) -> tuple[Rows, ...]:
+    """Compute messages for all edge types, without reducing them. Return (E, ...) messages by edge type."""
 
     def select(rows: Sequence[Rows], target: str, etype: int) -> Rows:
         source, destination = index.metagraph.find_edge(etype)
@@ -262,6 +263,7 @@ def sddmm_hetero(
 
 
 def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Rows) -> tuple[Rows, ...]:
+    """Compute the softmax over a node's edges of all types together. Return the results by edge type."""
     index = index.reverse() if norm_by == "src" else index
     etypes_by_type: dict[int, list[int]] = {}
     for etype, rows in enumerate(scores):
@@ -280,6 +282,7 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
 
 
 def _join_segments(segments: Sequence[Segments]) -> Segments:
+    """Return the edges of several types as edges of one type. All types must have the same nodes."""
     if len(segments) == 1:
         return segments[0]
     ends = torch.cat([segment.ends for segment in segments])
@@ -303,7 +306,7 @@ def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tenso
         rows: (N, A) rows.
         matrices: (R, A, B) matrices.
         idx_a: (K,) row indices. None means 0 to K - 1.
-        idx_b: (K,) indices of matrices. None means 0 to K - 1.
+        idx_b: (K,) matrix indices. None means 0 to K - 1.
 
     Returns:
         (K, B) products.
@@ -319,15 +322,15 @@ def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tenso
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Multiply each row by the matrix of its group.
+    """Multiply each row by its group's matrix.
 
     Every group is padded to a multiple of ``_BLOCK_ROWS`` rows. One batched product then computes all groups,
-    and the host does not wait for the sizes of the groups from the device.
+    so the host need not wait for the group sizes from the device.
 
     Args:
         rows: (N, A) rows, sorted by group.
-        matrices: (R, A, B) matrices of the groups.
-        segments: The rows of each group, as the edges of R nodes.
+        matrices: (R, A, B) matrices, one per group.
+        segments: The rows in each group, as the edges at R nodes.
 
     Returns:
         (N, B) products.
@@ -337,11 +340,11 @@ def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tenso
     block_ends = blocks_per_group.cumsum(0)
     first_blocks = block_ends - blocks_per_group
 
-    # Position of each row among the padded rows.
+    # Position that each row has among the padded rows.
     shifts = first_blocks * _BLOCK_ROWS - offsets[:-1]
     positions = torch.arange(len(rows), device=rows.device) + shifts[segments.ends_in_order.long()]
 
-    # The exact number of blocks is known only on the device. This is an upper bound.
+    # The exact block count is known only on the device. This is an upper bound.
     num_blocks = len(rows) // _BLOCK_ROWS + len(matrices)
     blocks = torch.arange(num_blocks, device=rows.device)
     group_of_block = torch.searchsorted(block_ends, blocks, right=True).clamp(max=len(matrices) - 1)
@@ -355,7 +358,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tenso
 
 
 class TorchIndex(HeteroGraphIndex):
-    """A graph index with edges that also lie on a device, as ``relations`` by edge type.
+    """A graph index that also holds its edges on a device, as ``relations`` by edge type.
 
     Counts and types come from the CPU's index, to which this object refers as well.
     """
@@ -426,7 +429,7 @@ class TorchIndex(HeteroGraphIndex):
 
 
 def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
-    """Return another object for the CPU's structure of ``index``."""
+    """Return another object for the structure that ``index`` has on the CPU."""
     for etype, relation in enumerate(index.relations if isinstance(index, TorchIndex) else ()):
         if HeteroGraphIndex.num_edges(index, etype) != relation.by_dst.num_edges:
             raise ConfigError("the structure of this graph was made on its device and cannot leave it")
@@ -434,6 +437,7 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
 
 
 def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
+    """Copy one edge type to a device with ``move``, sorted by destination if DGL holds it in that form."""
     graph = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
     num_src = index.num_nodes(source)
@@ -463,6 +467,7 @@ def _device(graph: Any) -> torch.device:
 
 
 def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = None, **options: Any) -> Any:
+    """Replace DGL's ``graph.to``. A graph that enters or leaves the torch path gets another index."""
     if device is None:
         return graph
     index = graph._graph
@@ -532,7 +537,7 @@ _TENSOR_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _make_dispatcher(name: str) -> SimpleNamespace:
-    """Return a substitute for an autograd function of DGL. Its ``apply`` runs DGL's function or ours."""
+    """Return a substitute for one of DGL's autograd functions. Its ``apply`` runs DGL's function or ours."""
     stock = getattr(sparse, name)
     ours = {**_INDEX_FUNCTIONS, **_TENSOR_FUNCTIONS}[name]
 
@@ -560,7 +565,7 @@ def install() -> None:
 
 @functools.cache
 def _install_once() -> None:
-    """Replace the functions and methods of DGL in this process."""
+    """Replace DGL's functions and methods in this process."""
     for name in (*_INDEX_FUNCTIONS, *_TENSOR_FUNCTIONS):
         setattr(sparse, name, _make_dispatcher(name))
     DGLGraph.device = property(_device)

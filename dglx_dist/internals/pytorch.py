@@ -1,4 +1,4 @@
-"""Private parts of PyTorch: the running backward pass, versions of tensors, optimizer hooks and the compiler.
+"""Private parts of PyTorch: the running backward pass, tensor versions, optimizer hooks and the compiler.
 
 Tested on torch 2.4.0, 2.13.0 and 2.15.0.
 """
@@ -37,12 +37,12 @@ NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """Return the number of the backward pass that runs on this thread, or ``NO_BACKWARD``."""
+    """Return the number of this thread's running backward pass, or ``NO_BACKWARD``."""
     return torch._C._current_graph_task_id()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the running backward pass. An error of the pass drops it."""
+    """Call ``callback`` when the running backward pass ends. If the pass fails, the callback is dropped."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -56,9 +56,15 @@ def watch_steps(
     owner: object,
     after: Callable[[Any, Optimizer], None] | None = None,
 ) -> Callable[[], object]:
-    """Call ``before(owner, optimizer)`` before each step of any optimizer, and ``after`` after it.
+    """Call functions before and after each step that any optimizer makes.
 
-    The hooks do not keep ``owner`` alive and do nothing without it. Calling the result removes them.
+    Args:
+        before: Function of (owner, optimizer) to call before a step.
+        owner: Object that the hooks belong to. They do not keep it alive, and do nothing without it.
+        after: Function of (owner, optimizer) to call after a step.
+
+    Returns:
+        Function that removes the hooks.
     """
     remove_hooks_without_owner()
     owner_reference = weakref.ref(owner)
@@ -82,7 +88,7 @@ def watch_steps(
 
 
 def remove_hooks_without_owner() -> None:
-    """Remove the hooks of :func:`watch_steps` without an owner. Do not call this within an optimizer step."""
+    """Remove the :func:`watch_steps` hooks that have no owner. Not to be called within an optimizer step."""
     while _WITHOUT_OWNER:
         _WITHOUT_OWNER.pop().remove()
 
@@ -93,18 +99,18 @@ freed."""
 
 
 def get_version(tensor: Tensor) -> int | None:
-    """Return a number that changes with the content of ``tensor``, or None if torch has none."""
-    # Torch tracks no versions of tensors created in inference mode.
+    """Return a number that changes whenever the tensor's content changes, or None if torch has none."""
+    # Torch tracks no versions for tensors that were created in inference mode.
     return None if tensor.is_inference() else tensor._version
 
 
 def plain_tensors() -> AbstractContextManager[Any]:
-    """Return a context in which functions of torch treat subclasses of Tensor as plain tensors."""
+    """Return a context in which torch functions treat Tensor subclasses as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def retype(tensor: Tensor, kind: type[Kind]) -> Kind:
-    """Return a tensor of the subclass ``kind`` in the memory of ``tensor``, without its gradient."""
+    """Return a ``kind`` tensor that shares memory with ``tensor``, without its gradient."""
     return Tensor._make_subclass(kind, tensor)
 
 
@@ -113,7 +119,7 @@ def current_function_mode() -> object:
 
 
 def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> Any:
-    """Return (nested) ``output`` with its floating-point tensors replaced by ``function`` of all of them."""
+    """Replace the floating-point tensors in (nested) ``output``. ``function`` maps them all at once."""
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     replaced = function(*[leaves[place] for place in places]) if places else ()
@@ -124,7 +130,7 @@ def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> An
 
 @cache
 def leave_to_python() -> None:
-    """Keep torch.compile out of exchanges and DGL's layers, between which it compiles the user's module."""
+    """Keep torch.compile out of exchanges and DGL's layers. It compiles the user's module around them."""
     # The user's first optimizer imports this as well, which takes a second.
     from torch._dynamo import trace_rules
 
@@ -133,11 +139,11 @@ def leave_to_python() -> None:
 
 
 _SOURCES = WeakTensorKeyDictionary()
-"""Ids on a device to (their source tensor on the host, the versions of both at the copy's time)."""
+"""Ids on a device to (their source tensor on the host, both tensors' versions when they were copied)."""
 
 
 def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -> Tensor:
-    """Return ``ids`` of the host on ``device``. :func:`ids_on_host` later returns them without waiting."""
+    """Copy ``ids`` from the host to ``device``. :func:`ids_on_host` later returns them without waiting."""
     copied = to_device(ids, device) if copy is None else copy(ids)
     if ids.is_cpu and not (copied.is_cpu or copied.is_inference() or ids.is_inference()):
         _SOURCES[copied] = ids, copied._version, ids._version
@@ -145,7 +151,7 @@ def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -
 
 
 def ids_on_host(ids: Tensor) -> Tensor:
-    """Return ``ids`` on the host. Waits for their device, unless they are an unchanged copy from the host."""
+    """Return ``ids`` on the host. Wait for their device, unless the host has an equal original."""
     source = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch does not annotate this
     if source is not None and source[1:] == (ids._version, source[0]._version):
         return source[0].detach()

@@ -1,10 +1,9 @@
-"""Edges of a graph on a device, and autograd functions that sum, reduce and normalise over them.
+"""Edges on a device, and autograd functions that sum, reduce and normalise over them.
 
-Each row of a result has one writer, which adds in the order of the edges. Only products with a sparse matrix
-leave the order to the device's library. No function waits for the device, except for
-:meth:`Segments.find_edge_ids`.
+Each result row has one writer, which adds in edge order. Only products with a sparse matrix leave the order
+to the device's library. No function waits for the device, except for :meth:`Segments.find_edge_ids`.
 
-Letters of shapes: N nodes, S sources, D destinations, E edges, H heads, F features of a head.
+Shape letters: N nodes, S sources, D destinations, E edges, H heads, F features per head.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 Rows: TypeAlias = Tensor | None
-"""(n, ...) rows of nodes or edges, or None if the operator does not read the operand."""
+"""(n, ...) node or edge rows, or None if the operator does not read the operand."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PIECE = 2**24
-"""Number of elements of rows that are gathered to edges at a time for weight gradients."""
+"""Number of row elements that are gathered to edges at a time for weight gradients."""
 
 
 @final
 class Segments:
-    """The edges of each node, which is their source or their destination.
+    """Edges grouped by node. The node is their source or their destination.
 
     The edges are stored as :attr:`ends` or as :attr:`offsets_and_order`. The other form is computed and kept
     when it is first read.
@@ -52,21 +51,21 @@ class Segments:
 
     @functools.cached_property
     def offsets_and_order(self) -> tuple[Tensor, Tensor | None]:
-        """(N + 1,) offsets, and (E,) edge ids sorted by node. None if the edges are stored in that order."""
+        """(N + 1,) offsets, and (E,) edge ids sorted by node, or None if the edges are stored sorted."""
         ends, order = torch.sort(self.ends, stable=True)
         nodes = torch.arange(self.num_nodes + 1, dtype=ends.dtype, device=ends.device)
         return torch.searchsorted(ends, nodes, out_int32=ends.dtype is torch.int32), order
 
     @functools.cached_property
     def ends_in_order(self) -> Tensor:
-        """(E,) node of each edge, sorted by node."""
+        """(E,) node that each edge belongs to, sorted by node."""
         offsets, _ = self.offsets_and_order
         nodes = torch.arange(self.num_nodes, dtype=offsets.dtype, device=offsets.device)
         return torch.repeat_interleave(nodes, offsets.diff(), output_size=self.num_edges)
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """(E,) node of each edge, in the order of edge ids."""
+        """(E,) node that each edge belongs to, in edge id order."""
         _, order = self.offsets_and_order
         ordered = self.ends_in_order
         return ordered if order is None else torch.empty_like(ordered).index_copy_(0, order.long(), ordered)
@@ -76,12 +75,12 @@ class Segments:
         return self.offsets_and_order[0].diff()
 
     def sort_by_node(self, rows: Tensor) -> Tensor:
-        """Sort the (E, ...) edge rows, which are in the order of edge ids, by node."""
+        """Sort (E, ...) edge rows from edge id order to node order."""
         order = self.offsets_and_order[1]
         return rows if order is None else rows.index_select(0, order)
 
     def reduce(self, ordered: Tensor, how: str) -> Tensor:
-        """Reduce the rows of each node's edges.
+        """Reduce each node's edge rows.
 
         Args:
             ordered: (E, ...) edge rows, sorted by node.
@@ -101,13 +100,13 @@ class Segments:
         return reduced.reshape(self.num_nodes, *row_shape)
 
     def find_edge_ids(self, nodes: Tensor) -> Tensor:
-        """Return the ids of all edges of ``nodes``, node by node.
+        """Return the edge ids at ``nodes``, node by node.
 
-        This waits for the device, because the host does not know the number of edges.
+        This waits for the device, because the host does not know how many edges there are.
         """
         offsets, order = self.offsets_and_order
         counts = self.degrees[nodes.long()]
-        # Position of a node's first edge, less the number of edges before it in the result.
+        # Position of a node's first edge, minus the number of edges before it in the result.
         shifts = offsets[nodes.long()] - (torch.cumsum(counts, 0) - counts)
         shift_of_edge = torch.repeat_interleave(shifts, counts)
         positions = shift_of_edge + torch.arange(len(shift_of_edge), device=shifts.device)
@@ -117,7 +116,7 @@ class Segments:
 
 @final
 class Relation:
-    """The edges of one type by both of their ends."""
+    """Edges of one type, grouped by either end."""
 
     def __init__(self, by_src: Segments, by_dst: Segments) -> None:
         self.by_src, self.by_dst = by_src, by_dst
@@ -128,21 +127,21 @@ class Relation:
 
     @functools.cached_property
     def columns(self) -> Tensor:
-        """(E,) source of each edge, sorted by destination: the column indices of the (D, S) CSR matrix."""
+        """(E,) sources sorted by destination, which are the column indices in the (D, S) CSR matrix."""
         return self.by_dst.sort_by_node(self.by_src.ends)
 
     def gather_to_edges(self, rows: Tensor, target: str) -> Tensor:
-        """Return the (E, ...) rows of the sources "u" or destinations "v" of edges, or ``rows`` for "e"."""
+        """Return the (E, ...) rows at the edges' sources ("u") or destinations ("v"), or ``rows`` ("e")."""
         if target == "e":
             return rows
         return gather(rows, self.by_src if target == "u" else self.by_dst)
 
     def multiply(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the weighted rows of the sources over each destination's in-edges.
+        """Sum the weighted source rows over each destination's in-edges.
 
         Args:
-            rows: (S, H, F) rows of the sources.
-            weights: (E, H) weights in the order of edge ids. None means 1 for every edge.
+            rows: (S, H, F) source rows.
+            weights: (E, H) weights in edge id order. None means 1 for every edge.
 
         Returns:
             (D, H, F) sums.
@@ -210,7 +209,7 @@ class _Sum(Function):
 class _Extreme(Function):
     """Maximum or minimum over each node's edges, separately for each column.
 
-    If several edges have the extreme value, the gradient goes to the first of them, as in DGL.
+    If several edges have the extreme value, the gradient goes to the first edge, as in DGL.
     """
 
     @staticmethod
@@ -223,7 +222,7 @@ class _Extreme(Function):
         ends = segments.ends_in_order
         extremes = segments.reduce(ordered, how)
 
-        # Index of each edge among the edges of its node. Floats hold it exactly up to 2**24 edges of a node.
+        # Index that each edge has among its node's edges. Floats hold it exactly up to 2**24 edges per node.
         ranks = torch.arange(num_edges, device=rows.device) - starts.index_select(0, ends)
         ranks = ranks.float().view(num_edges, *column_dims)
         is_extreme = ordered == extremes.index_select(0, ends)
@@ -247,7 +246,7 @@ class _Extreme(Function):
 
 
 class _WeightedSum(Function):
-    """Sum of the weighted rows of the sources over the in-edges, computed as a sparse product."""
+    """Sum of weighted source rows over the in-edges, computed as a sparse product."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, relation: Relation) -> Tensor:
@@ -265,7 +264,7 @@ class _WeightedSum(Function):
             row_grad = weighted_sum(grad, weights, relation.reverse)
 
         if ctx.needs_input_grad[1]:
-            # Work in pieces, because the rows of all edges need far more memory than those of nodes.
+            # Work in pieces, because edge rows need far more memory than node rows.
             num_edges = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
             sources = relation.by_src.ends.split(num_edges)
             destinations = relation.by_dst.ends.split(num_edges)
@@ -307,7 +306,7 @@ softmax: Callable[[Tensor, Segments], Tensor] = _Softmax.apply
 
 
 def reduce_edges(rows: Tensor, segments: Segments, how: str) -> Tensor:
-    """Reduce the (E, ...) rows of each node's edges by "sum", "max" or "min".
+    """Reduce each node's (E, ...) edge rows by "sum", "max" or "min".
 
     Returns (N, ...) rows. A node without edges has 0.
     """

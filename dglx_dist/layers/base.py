@@ -1,4 +1,4 @@
-"""Interfaces of convolutions: split by input columns (P3, P-TAGS), stages of workers, and their kernels."""
+"""Interfaces for convolutions: stages that split by input columns (P3, P-TAGS), and their kernels."""
 
 from __future__ import annotations
 
@@ -27,46 +27,51 @@ PartialSums: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class StageInput:
-    """The input of one part of a split layer."""
+    """Input that one part of a split layer gets."""
 
     block: DGLBlock
     x: Tensor
-    """(L0, F_p) this part's columns of the source nodes' inputs. F_p may be 0."""
+    """(L0, F_p) this part's columns of the source inputs. F_p may be 0."""
     edges: Mapping[str, Tensor]
-    """Per-edge arguments of the convolution, such as weights: name to (E1, ...). All parts have the same
-    ones, except for ``edges_by_column``."""
+    """Per-edge arguments for the convolution, such as weights: name to (E1, ...). All parts have the same
+    values, except for ``edges_by_column``.
+    """
     draws: DropDraws | None = None
-    """Keys of the dropout before *sync*, so that the parts drop the same as one process. A single part has
-    None and draws as torch does."""
+    """Keys for dropout before *sync*, so that the parts drop the same as one process. A single part has None
+    and draws as torch does.
+    """
     targets: StageInput | None = None
-    """Input of the destinations, if their node type differs from that of the sources. None: first sources."""
+    """Input at the destinations, if they have another node type than the sources. None: first sources."""
     by_type: Mapping[str, StageInput] = field(default_factory=dict)
     """Inputs by node type, if the layer reads several types. Then :attr:`x` has no meaning."""
     is_own: bool = True
-    """Whether the block is this rank's own. Only its owner has rows that are not cut. Other parts have
-    (L0, 0) rows instead."""
+    """Whether the block is this rank's own. Only a block's owner has rows that are not cut. Other parts have
+    (L0, 0) rows instead.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWidths:
-    """Numbers of columns of a layer's rows."""
+    """Column counts of a layer's rows."""
 
     inputs: int
-    """Number of columns of a source's row, which ranks exchange before the layer."""
+    """Columns in a source row. Ranks exchange such rows before the layer."""
     outputs: int
-    """Number of columns in the result, for all heads together."""
+    """Columns in the result, for all heads together."""
     summed: int
-    """Number of columns that are summed along an edge."""
+    """Columns to sum along an edge."""
     sums_sources: bool = False
-    """Whether the layer reads its sources only by a sum or mean over in-edges, of :attr:`summed` columns."""
+    """Whether the layer reads sources only by a sum or mean over in-edges, with :attr:`summed` columns."""
 
 
 RunParts: TypeAlias = Callable[["SplittableConv", StageInput], PartialSums]
-"""Function from a layer with one part's weights and this rank's input to the sums over all parts."""
+"""Function that runs a layer on all parts and returns the sums over them. It takes the layer with one part's
+weights, and this rank's input.
+"""
 
 
 class SplittableConv(nn.Module, ABC):
-    """A graph convolution as the stages of P3's P-TAGS interface (section 3.4).
+    """A graph convolution as stages, as in P3's P-TAGS interface (section 3.4).
 
     Stages before *sync* are linear in the input columns. Each part computes them with its own columns and its
     own rows of the weights, and the parts' results are summed:
@@ -80,7 +85,7 @@ class SplittableConv(nn.Module, ABC):
       :meth:`apply_nodes`, because ``nn.Module`` already has an ``apply``.
 
     Subclasses define :attr:`cut`, :meth:`gather` and :meth:`apply_nodes`, and are used like any module:
-    ``layer(block, x)``. Bias, norm, activation and dropout of the result belong in :meth:`apply_nodes`. An
+    ``layer(block, x)``. Bias, norm, activation and dropout on the result belong in :meth:`apply_nodes`. An
     earlier stage would add them once per part.
     """
 
@@ -91,31 +96,33 @@ class SplittableConv(nn.Module, ABC):
     run_parts: RunParts | None = None
     """Function that runs the stages up to *sync* on all parts. None means that there is one part."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
-    """Names of the per-edge arguments of :meth:`forward`."""
+    """Names of the per-edge arguments to :meth:`forward`."""
     required_edges: tuple[str, ...] = ()
-    """Names of the per-edge arguments that every call has, so that their bytes always count."""
+    """Names of per-edge arguments that are part of every call. Their bytes always count."""
     edges_by_column: tuple[str, ...] = ()
-    """Names of (E1, F) per-edge values as wide as the uncut input. Each part gets its columns of them."""
+    """Names of (E1, F) per-edge values as wide as the uncut input. Each part gets its own columns."""
     sums_sources: bool = False
-    """Whether :meth:`forward` of the unsplit layer reads sources only by sums over in-edges."""
+    """Whether the unsplit layer's :meth:`forward` reads sources only by sums over in-edges."""
     heads: int = 0
     """Number of attention heads, each with a logit per edge. 0 means no attention."""
     ends: Literal["one type", "sources", "apart", "together"] = "one type"
-    """How the stages read the ends of an edge type. They must be of one node type. Or only sources are read.
-    Or the result has a term for each end. Or both are read together, and must be of two node types."""
+    """How the stages read the two ends of an edge. "one type": both ends have one node type. "sources": only
+    sources are read. "apart": the result has a term for each end. "together": both ends are read together,
+    and have two node types.
+    """
     target_cut: tuple[str, ...] = ()
-    """Names in :attr:`cut` of parameters that run over the columns of such destinations."""
+    """Names in :attr:`cut` for parameters over the destinations' columns, if these have another type."""
     cut_types: Mapping[str, str] = MappingProxyType({})
-    """Parameter name in :attr:`cut` to the node type of its columns, if the layer reads several types."""
+    """Parameter name in :attr:`cut` to the node type of its columns, if there are several types."""
     own_types: tuple[str, ...] = ()
     """Node types with rows that are not cut, which stages before *sync* read on the block's owner."""
     replaced: str = "forward"
-    """Method of the user's module that :meth:`forward` replaces."""
+    """Method in the user's module that :meth:`forward` replaces."""
     allow_zero_in_degree: bool = True
     """Whether destinations without in-edges are allowed. DGL's convolutions reject them by default."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Take over the attributes and members of ``module``, which are shared and not copied."""
+        """Take over all attributes and members from ``module``. They are shared and not copied."""
         super().__init__()
         if module is not None:
             # Both share parameters, buffers and submodules, so loading, moving or cutting one changes both.
@@ -129,38 +136,38 @@ class SplittableConv(nn.Module, ABC):
 
     @property
     def width(self) -> int:
-        """Number of input columns that the layer has, or that this part of it has."""
+        """Number of input columns in the layer, or in this part of the layer."""
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
 
     @property
     def sum_width(self) -> int:
-        """Number of columns in all results of :meth:`gather` together.
+        """Number of columns in all results from :meth:`gather` together.
 
-        The default is the number of columns of the first weight.
+        The default is the column count of the first weight.
         """
         return self.get_parameter(next(iter(self.cut))).numel() // self.width
 
     def widths(self) -> LayerWidths:
-        """Return the columns of the uncut layer. Its first weight in :attr:`cut` projects the sources."""
+        """Return the uncut layer's column counts. Its first weight in :attr:`cut` projects the sources."""
         columns = self.width
         outputs = self.get_parameter(next(iter(self.cut))).numel() // columns
         # Rows are projected before the sum if that makes them narrower, or if logits need projected rows.
         summed = min(columns, outputs)
         if self.heads > 0:
             summed = outputs
-        # The logits, the softmax and the weighted sum each process every edge.
+        # The logits, the softmax and the weighted sum each process every edge once.
         summed += 6 * self.heads
         return LayerWidths(inputs=columns, outputs=outputs, summed=summed)
 
     @property
     def sum_widths(self) -> Mapping[str, int]:
-        """Number of columns of all sums by destination type, if the layer reads several node types."""
+        """Columns in all sums by destination type, if the layer reads several node types."""
         return {}
 
     @property
     def logit_widths(self) -> Mapping[EdgeType, int]:
-        """Number of logits of each source and destination by edge type, if the layer reads several types."""
+        """Logits per source and destination by edge type, if the layer reads several types."""
         return {}
 
     @property
@@ -169,7 +176,7 @@ class SplittableConv(nn.Module, ABC):
         return False
 
     def scale(self, block: DGLBlock, rows: Tensor) -> Tensor:
-        """Return ``rows`` ((D1, ...), a sum of a single :meth:`gather`) times a factor per destination."""
+        """Return ``rows`` ((D1, ...), the only sum from :meth:`gather`) times a factor per destination."""
         return rows
 
     def shift(self, rows: Tensor) -> Tensor:
@@ -183,19 +190,19 @@ class SplittableConv(nn.Module, ABC):
     def make_input(
         self, block: DGLBlock, by_type: Mapping[str, StageInput], edges: Mapping[str, Tensor]
     ) -> StageInput:
-        """Return the input of the stages from the inputs by node type."""
+        """Return the input for the stages, from the inputs by node type."""
         (inputs,) = by_type.values()
         return replace(inputs, edges=edges)
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return (E1, ...) per-edge values that depend on the complete block. There are none by default.
 
-        The owner of a block computes them and passes them to the parts in ``StageInput.edges``.
+        A block's owner computes them and passes them to the parts in ``StageInput.edges``.
         """
         return {}
 
     def transform(self, inputs: StageInput) -> Any:
-        """Return the input of :meth:`scatter` and :meth:`gather`. By default these are the columns."""
+        """Return the input for :meth:`scatter` and :meth:`gather`. By default these are the columns."""
         return inputs.x
 
     def scatter(self, inputs: StageInput, transformed: Any) -> PartialSums:
@@ -206,12 +213,12 @@ class SplittableConv(nn.Module, ABC):
     def gather(self, inputs: StageInput, transformed: Any, scattered: PartialSums) -> PartialSums:
         """Return this part's shares of the sums, each (D1, ...) at destinations or (L0, ...) at sources.
 
-        ``scattered`` are the results of :meth:`scatter`, summed over the parts.
+        ``scattered`` are the results from :meth:`scatter`, summed over the parts.
         """
 
     @abstractmethod
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Return the layer's output from the results of :meth:`gather` that are summed over the parts."""
+        """Return the layer's output. ``gathered`` are the results from :meth:`gather`, summed over parts."""
 
     def forward(
         self,
@@ -223,9 +230,9 @@ class SplittableConv(nn.Module, ABC):
         """Run all stages: (L0, F) to the layer's (D1, ...).
 
         Args:
-            x: Inputs of the sources, with the destinations first, as in every block. Or a pair, as DGL's
-                convolutions take it, with those first rows as its second tensor. Others raise ConfigError.
-            edges, named: Per-edge arguments in the order of :attr:`edge_arguments`, or by name. Others raise
+            x: Source inputs, with the destinations first, as in every block. Or a pair, as DGL's convolutions
+                take it, where the second tensor holds those first rows. Others raise ConfigError.
+            edges, named: Per-edge arguments, ordered as in :attr:`edge_arguments`, or by name. Others raise
                 ConfigError.
         """
         values = {**self.own_edges(block), **self._name_edges(edges, named)}
@@ -233,7 +240,7 @@ class SplittableConv(nn.Module, ABC):
         return self.apply_nodes(block, self.sync(inputs))
 
     def sync(self, inputs: StageInput) -> PartialSums:
-        """Return the results of :meth:`gather`, summed over all parts. A strategy sets :attr:`run_parts`."""
+        """Run the stages up to :meth:`gather`, and return the results summed over all parts."""
         if self.run_parts is not None:
             return self.run_parts(self, inputs)
         transformed = self.transform(inputs)
@@ -276,7 +283,7 @@ class SplittableConv(nn.Module, ABC):
             )
 
     def _drop(self, inputs: StageInput, values: Tensor, p: float, drop: Callable[..., Tensor]) -> Tensor:
-        """Return ``values`` with entries dropped by ``drop``, which needs the keys of ``inputs``."""
+        """Return ``values`` with entries dropped by ``drop``, which needs the keys in ``inputs``."""
         if p == 0 or not self.training:
             return values
         if inputs.draws is not None:
@@ -299,7 +306,7 @@ class SplittableConv(nn.Module, ABC):
     def _name_edges(
         self, positional: Sequence[Tensor | None], named: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        """Return the per-edge arguments of a call by name, without those that are None."""
+        """Return a call's per-edge arguments by name. Arguments that are None are left out."""
         unknown_names = sorted(named.keys() - set(self.edge_arguments))
         if unknown_names or len(positional) > len(self.edge_arguments):
             expected = ", ".join(self.edge_arguments) or "nothing"
@@ -312,19 +319,18 @@ class SplittableConv(nn.Module, ABC):
 
 
 class SplitsTypes(ABC):
-    """A module for several node types that contains a first layer which splits by input columns."""
+    """A module for several node types. Its first layer splits by input columns."""
 
     @abstractmethod
     def make_first_stages(self, widths: Mapping[str, int]) -> SplittableConv:
-        """Return the stages of the first layer, which share this module's parameters.
+        """Return the first layer's stages, which share this module's parameters.
 
-        ``widths`` are the numbers of columns of the node types that are cut. Raises ConfigError if they
-        do not fit.
+        ``widths`` has the column count for each node type that is cut. Raises ConfigError if they do not fit.
         """
 
 
 def is_same_view(tensor: Tensor, rows: Tensor) -> bool:
-    """Return whether both are the same view of the same memory."""
+    """Return whether both tensors view the same memory in the same way."""
     return (
         tensor.shape == rows.shape
         and tensor.dtype == rows.dtype
@@ -353,12 +359,12 @@ def check_targets(sources: Tensor, targets: Tensor | None, num_targets: int, nty
 
 
 def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:
-    """Return the sum over the in-edges of each destination of its sources' rows, times ``weight`` if given.
+    """Sum the source rows over each destination's in-edges, times ``weight`` if given.
 
     Args:
         block: Block with L0 sources, D1 destinations and E1 edges.
-        rows: (L0, ...) rows of the sources. They may have no columns.
-        weight: (E1, ...) factors of the edges.
+        rows: (L0, ...) source rows. They may have no columns.
+        weight: (E1, ...) factors per edge.
         how: Name of DGL's reduction, "sum" or "mean".
 
     Returns:
@@ -385,11 +391,11 @@ def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *,
 
 
 mean_in_edges = partial(sum_in_edges, how="mean")
-"""Return the mean over in-edges instead of the sum, or zeros where there are none."""
+"""Function like :func:`sum_in_edges` that returns the mean, or zeros where there are no in-edges."""
 
 
 def lacks_columns(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether this part has none of the (n, F) ``rows`` of an (F, H) ``weight``, but another has all.
+    """Return whether another part has the (n, F) ``rows`` for an (F, H) ``weight``, and this part has none.
 
     Rows that are not cut lie on a block's owner. Other parts have rows without columns, but the uncut
     weight. If rows are cut, a part without columns has a weight without rows instead.
@@ -398,11 +404,15 @@ def lacks_columns(rows: Tensor, weight: Tensor) -> bool:
 
 
 def projects_first(sources: int, targets: int, edges: int, columns: int, width: int) -> bool:
-    """Return whether it is cheaper to project rows of ``columns`` to ``width`` before the sum over in-edges.
+    """Return whether it is cheaper to project rows before the sum over in-edges than after it.
 
     The count covers forward and backward. An element that is sent over an edge counts as four
     multiplications. Projecting first multiplies every source row twice, and sums rows back over the edges in
     the backward pass. Summing first does neither, because the inputs need no gradient.
+
+    Args:
+        sources, targets, edges: Counts in the block.
+        columns, width: Columns before and after the projection.
     """
     cost_before_sum = 2 * sources * columns * width + 2 * 4 * edges * width
     cost_after_sum = 4 * edges * columns + 2 * targets * columns * width
@@ -410,10 +420,11 @@ def projects_first(sources: int, targets: int, edges: int, columns: int, width: 
 
 
 def project_rows(inputs: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
-    """Return ``rows`` times the (F, H) ``weight`` if that is cheaper here than on the other side of the sum.
+    """Project ``rows`` by the (F, H) ``weight``, unless it is cheaper on the other side of the sum.
 
     Call this with the source rows before the sum over in-edges, and with its result afterwards. Only one of
-    the calls multiplies. Parts may decide differently, because their sums are the same.
+    the calls multiplies. The other returns its rows. Parts may decide differently, because their sums are the
+    same.
     """
     block = inputs.block
     columns, width = weight.shape
@@ -428,7 +439,7 @@ def project_rows(inputs: StageInput, rows: Tensor, weight: Tensor, *, after_sum:
 def apply_to_edges(
     block: DGLBlock, message: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
 ) -> Tensor:
-    """Apply DGL's ``message`` function to the rows at both ends of each edge. Return (E1, ...) results."""
+    """Apply DGL's ``message`` function to the rows at both ends of each edge. Return (E1, ...)."""
     with block.local_scope():
         block.srcdata["end"] = sources
         block.dstdata["end"] = targets
@@ -438,7 +449,7 @@ def apply_to_edges(
 
 
 def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[ColumnRange]) -> None:
-    """Replace the parameters ``cut`` (name to dimension) by leaves with the columns ``runs``."""
+    """Replace parameters by leaves that hold only the columns ``runs``. ``cut`` maps name to dimension."""
     for name, dimension in cut.items():
         uncut = module.get_parameter(name)
         columns = cut_out(uncut.detach(), runs, dimension)
@@ -448,7 +459,7 @@ def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[Colum
 
 
 def cut_out(uncut: Tensor, runs: Sequence[ColumnRange], dimension: int) -> Tensor:
-    """Return the concatenated ``runs`` of a tensor along ``dimension``."""
+    """Cut the ranges ``runs`` out of a tensor along ``dimension``, and concatenate them."""
     return torch.cat([uncut.narrow(dimension, run.first, len(run)) for run in runs], dim=dimension)
 
 

@@ -1,8 +1,8 @@
-"""Registry of graph convolutions: how each one of ``dgl.nn`` splits by input columns, and its work.
+"""Registry of graph convolutions: how each class in ``dgl.nn`` splits by input columns, and what it costs.
 
-A convolution is one :class:`SplittableConv` here, made from the module whose parameters it shares under the
-same names, and one entry of :data:`CONVOLUTIONS`. The constructor raises ConfigError, with the reason, where
-a configuration cannot be split.
+A convolution is one :class:`SplittableConv` here, and one entry in :data:`CONVOLUTIONS`. It is made from the
+user's module, and shares the module's parameters under the same names. The constructor raises ConfigError,
+with the reason, where a configuration cannot be split.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,12 +47,12 @@ def _apply(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
 
 @final
 class GatStages(SplittableConv):
-    """Stages of ``GATConv``.
+    """Stages for ``GATConv``.
 
-    A logit is linear in the input columns, el = <a_l, W x>, so each part has a share of it. The softmax is
-    not linear, so the shares are summed (*scatter*) and every part computes the same attention. Each part
-    then aggregates its own columns' share of the projected rows. A sum of the parts' complete outputs would
-    be wrong, because a softmax is not the sum of the softmaxes of the parts' logits.
+    A logit is linear in the input columns, el = <a_l, W x>, so each part has a share. The softmax is not
+    linear, so the shares are summed (*scatter*) and every part computes the same attention. Each part then
+    aggregates its own columns' share of the projected rows. Parts cannot compute complete outputs and add
+    those, because the softmax over summed logits is not a sum of softmaxes.
     """
 
     shared = ("attn_l", "attn_r")
@@ -69,7 +69,7 @@ class GatStages(SplittableConv):
         self._width = conv._out_feats
         source_weights = ["fc.weight"]
         target_weights = []
-        # A GATConv with two input widths projects sources and destinations with weights of their own.
+        # A GATConv with two input widths has separate weights for sources and destinations.
         if "fc" not in conv._modules:
             self.ends = "together"
             source_weights = ["fc_src.weight"]
@@ -89,7 +89,7 @@ class GatStages(SplittableConv):
         return functional.linear(rows, weight).view(-1, self.heads, self._width)
 
     def scatter(self, inputs: StageInput, transformed: tuple[Tensor, Tensor]) -> PartialSums:
-        """Return this part's logits of the sources (L0, K, 1) and of the destinations (D1, K, 1)."""
+        """Return this part's shares of the source logits (L0, K, 1) and the destination logits (D1, K, 1)."""
         projected_sources, target_rows = transformed
         if inputs.targets is None:
             projected_targets = projected_sources[: inputs.block.num_dst_nodes()]
@@ -122,7 +122,7 @@ class GatStages(SplittableConv):
         return self.activation is None
 
     def shift(self, rows: Tensor) -> Tensor:
-        # If the residual is a Linear, DGL keeps the bias of the layer in it.
+        # If the residual is a Linear, DGL keeps the layer's bias in it.
         bias = self.bias if self.res_fc is None else self.res_fc.bias
         if bias is None:
             return rows
@@ -134,7 +134,7 @@ class GatStages(SplittableConv):
 
 @final
 class GinStages(SplittableConv):
-    """Stages of ``GINConv`` by columns. The first Linear of ``apply_func`` is split."""
+    """Stages for ``GINConv`` by columns. The first Linear in ``apply_func`` is split."""
 
     def __init__(self, conv: dglnn.GINConv) -> None:
         super().__init__(conv)
@@ -157,7 +157,7 @@ class GinStages(SplittableConv):
             )
 
         self.cut = {name: 1}
-        # The tuple avoids a second registration. state_dict has the module under apply_func.
+        # In a tuple, the module is not registered a second time. state_dict has it under apply_func.
         self._first = (linear,)
         self._mean = conv._aggregator_type == "mean"
 
@@ -167,7 +167,7 @@ class GinStages(SplittableConv):
         return num_sums * int(self._first[0].out_features)
 
     def widths(self) -> LayerWidths:
-        """Return the columns of ``GINConv``, which sums inputs before all products."""
+        """Return the column counts. ``GINConv`` sums inputs before all products."""
         linears = [module for module in self.apply_func.modules() if isinstance(module, nn.Linear)]
         return LayerWidths(inputs=self.width, outputs=linears[-1].out_features, summed=self.width)
 
@@ -179,7 +179,7 @@ class GinStages(SplittableConv):
         reduce = mean_in_edges if self._mean else sum_in_edges
         neighbor_sums = reduce(inputs.block, transformed, inputs.edges.get("edge_weight"))
         target_rows = transformed[: inputs.block.num_dst_nodes()]
-        # A trained eps needs full sums. Its gradient would otherwise be the gradient of one part.
+        # A trained eps needs full sums. Otherwise its gradient would come from one part alone.
         if self.eps.requires_grad:
             return neighbor_sums, target_rows
         return (neighbor_sums + (1 + self.eps) * target_rows,)
@@ -199,7 +199,7 @@ _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 
 @final
 class GraphConvStages(SplittableConv):
-    """Stages of ``GraphConv`` by columns."""
+    """Stages for ``GraphConv`` by columns."""
 
     ends = "sources"
 
@@ -243,7 +243,7 @@ class GraphConvStages(SplittableConv):
 
 @final
 class RelationalStages(SplittableConv):
-    """Stages of ``RelGraphConv`` by columns."""
+    """Stages for ``RelGraphConv`` by columns."""
 
     edge_arguments = ("etypes", "norm")
     required_edges = ("etypes",)
@@ -271,7 +271,7 @@ class RelationalStages(SplittableConv):
         return LayerWidths(inputs=columns, outputs=width, summed=width)
 
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm is between them."""
+        """Return (D1, H) message sums and the nodes' own share, added unless a norm comes between."""
         neighbor_sums = self._sum_messages(inputs, transformed)
         if not self.self_loop:
             return (neighbor_sums,)
@@ -291,7 +291,7 @@ class RelationalStages(SplittableConv):
         return self.dropout(_apply(self.activation, out))
 
     def _sum_messages(self, inputs: StageInput, rows: Tensor) -> Tensor:
-        """Return the (D1, H) sums over in-edges of ``rows`` times the weights of the edges' relations."""
+        """Multiply ``rows`` by their edges' relation weights, and sum them over in-edges, as (D1, H)."""
         linear = self.linear_r
         weight = linear.W
         if linear.regularizer == "basis":
@@ -315,7 +315,7 @@ class RelationalStages(SplittableConv):
 
 @final
 class SageStages(SplittableConv):
-    """Stages of ``SAGEConv`` with aggregator mean or gcn, by columns."""
+    """Stages for ``SAGEConv`` with aggregator mean or gcn, by columns."""
 
     def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__(conv)
@@ -347,7 +347,7 @@ class SageStages(SplittableConv):
         if self._aggregator == "mean":
             return (self._sum_ends(inputs, source_rows, target_rows),)
 
-        # The aggregator gcn counts a node as one of its own neighbours.
+        # The aggregator gcn counts a node among its own neighbours.
         block = inputs.block
         edge_weight = inputs.edges.get("edge_weight")
         total = sum_in_edges(block, source_rows, edge_weight) + source_rows[: block.num_dst_nodes()]
@@ -355,7 +355,7 @@ class SageStages(SplittableConv):
         return (project_rows(inputs, total, self.fc_neigh.weight.T, after_sum=True),)
 
     def _sum_ends(self, inputs: StageInput, source_rows: Tensor, target_rows: Tensor) -> Tensor:
-        """Return the (D1, H) terms of the neighbours' mean and of the destinations, if this part has both."""
+        """Add (D1, H) terms for the neighbours' mean and the destinations, as far as this part has them."""
         matrix = self.fc_neigh.weight.T
         if lacks_columns(source_rows, matrix):
             return functional.linear(target_rows, self.fc_self.weight)
@@ -380,13 +380,12 @@ class SageStages(SplittableConv):
 
 @final
 class SgcStages(SplittableConv):
-    """Stages of ``SGConv`` with k=1, by columns.
+    """Stages for ``SGConv`` with k=1, by columns.
 
     DGL's own class runs only on complete graphs and fails on blocks for every k above 0. The stages give the
-    same result on a complete graph. On a block they apply DGL's symmetric norm of edge weights within the
-    block: an edge counts ``w / sqrt(out-weight of its source * in-weight of its destination)``, with weights
-    of 1 by default. Each further hop is a layer ``GraphConv(weight=False)``, because the linear map may come
-    first.
+    same result on a complete graph. On a block they apply DGL's symmetric norm within the block: an edge
+    counts ``w / sqrt(out-weight of its source * in-weight of its destination)``, and weights are 1 by
+    default. Each further hop is a layer ``GraphConv(weight=False)``, because the linear map may come first.
     """
 
     def __init__(self, conv: dglnn.SGConv) -> None:
@@ -435,16 +434,16 @@ class SgcStages(SplittableConv):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """Properties of a class of ``dgl.nn``."""
+    """Properties of one class in ``dgl.nn``."""
 
     columns: Callable[[Any], SplittableConv] | None = None
-    """Function that returns its stages by columns."""
+    """Function that returns the class's stages by columns."""
     against: str = ""
     """Reason why the class cannot be split by columns."""
     on_blocks: bool = True
     """Whether DGL supports the class on blocks, and not only on complete graphs."""
     like: str = "gcn"
-    """Ready-made model of ``training.models`` that has this convolution or a similar one."""
+    """Ready-made model in ``training.models`` that has this convolution or a similar one."""
 
 
 # The second entries are for edges between two node types.
@@ -496,7 +495,7 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
 def sums_sources(module: nn.Module) -> bool:
     """Return whether ``module`` reads its sources only by a sum or mean over in-edges.
 
-    A class outside of DGL can set ``sums_sources = True``.
+    A class outside DGL can set ``sums_sources = True``.
     """
     # Compare exact types, because a subclass may read more.
     if type(module) is dglnn.SAGEConv:
@@ -509,8 +508,8 @@ def sums_sources(module: nn.Module) -> bool:
 def make_stages(module: nn.Module, *, bipartite: bool = False) -> SplittableConv:
     """Return ``module`` as stages that share its parameters.
 
-    Raises ConfigError if the module cannot be split, or not on edges within one node type (``bipartite``:
-    between two). The message has the reason and a remedy.
+    Raises ConfigError, with the reason and a remedy, if the module cannot be split. With ``bipartite``, edges
+    lead between two node types, and otherwise within one. Not all modules support both.
     """
     convolution = CONVOLUTIONS.get(type(module), Convolution())
     if isinstance(module, SplittableConv):

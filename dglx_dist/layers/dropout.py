@@ -1,4 +1,4 @@
-"""Dropout with masks keyed by node and edge ids, and column ranges of split inputs.
+"""Dropout with masks keyed by node and edge ids, and column ranges for split inputs.
 
 Ranks that compute a row for the same node drop the same entries, so any number of ranks trains the same model
 as one process.
@@ -46,14 +46,14 @@ def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[ColumnRange, ...], ...]:
     """Divide the columns of several matrices evenly among the parts in a group, matrix by matrix.
 
-    The matrices are concatenated along their columns, and the ranges count columns of the concatenation.
+    The matrices are concatenated along their columns, and ranges count columns in the concatenation.
 
     Args:
-        widths: Number of columns of each matrix.
-        parts: Number of parts. Each part gets a contiguous range of every matrix.
+        widths: Column count per matrix.
+        parts: Number of parts. Each part gets a contiguous range in every matrix.
 
     Returns:
-        For each part, its range of each matrix in the order of ``widths``. A range may be empty.
+        One range per part and matrix, with matrices ordered as in ``widths``. A range may be empty.
     """
     total_width = sum(widths)
     ranges_of_parts: list[list[ColumnRange]] = [[] for _ in range(parts)]
@@ -68,37 +68,40 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
     return tuple(map(tuple, ranges_of_parts))
 
 
-# Streams of draws. They are above every hop of a sampler, because its draws use the same seed.
+# Streams for draws. They are above every sampler hop, because a sampler draws with the same seed.
 INPUTS = 1 << 32
-"""Stream of a layer's inputs."""
+"""Stream for a layer's inputs."""
 ATTENTION = (1 << 32) + 1
-"""Stream of a layer's attention."""
+"""Stream for a layer's attention."""
 MODULES = 1 << 33
-"""First stream of modules before the layer."""
+"""First stream for modules before the layer."""
 LATER_MODULES = 1 << 34
-"""First stream of modules behind the layer."""
+"""First stream for modules behind the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropDraws:
-    """Keys of the dropout masks for one owner's batch."""
+    """Keys for the dropout masks in one owner's batch."""
 
     seed: int
     """Random seed, at least 0."""
     number: int
-    """Number of the batch, equal on all ranks."""
+    """Batch number, equal on all ranks."""
     nodes: Tensor
-    """(L0,) int64 global ids of the sources, the destinations first."""
+    """(L0,) int64 global source ids, the destinations first."""
     runs: tuple[ColumnRange, ...]
-    """Columns of the uncut input that the part has, in order."""
+    """Columns that the part has in the uncut input, in order."""
     relation: int = 0
-    """Number of the relation in a layer of several, so that each draws its own masks."""
+    """Relation number in a layer with several relations, so that each draws its own masks."""
 
 
 def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = INPUTS) -> Tensor:
-    """Return ``x`` ((L0, F_p)) with entries set to 0 and the others divided by 1 - ``probability``.
+    """Set entries to 0, and divide the others by 1 - ``probability``.
 
-    The runs of ``draws`` have F_p columns together. Different streams draw independently.
+    Args:
+        x: (L0, F_p) rows.
+        draws: Keys. Their column ranges have F_p columns together.
+        stream: Different streams draw independently.
     """
     stream += 2 * draws.relation
     is_kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
@@ -108,9 +111,12 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws: DropDraws) -> Tensor:
     """Return ``attention`` with (edge, head) entries dropped, the same ones on every part.
 
-    The edge numbers of the parts differ. Therefore an edge is keyed by its destination and its position among
-    the destination's in-edges, which parts get from the owner. ``attention`` is (E1, K, 1). ``draws`` are the
-    owner's.
+    Parts number edges differently. Therefore an edge is keyed by its destination and its position among the
+    destination's in-edges, which parts get from the owner.
+
+    Args:
+        attention: (E1, K, 1) values.
+        draws: The owner's keys.
     """
     indptr, _, edge_ids = block.adj_tensors("csc")
     stream = stream_key(draws.seed, draws.number, ATTENTION + 2 * draws.relation)
@@ -152,7 +158,7 @@ def _draw_kept_edges(stream: np.uint64, nodes: Array, starts: Array, heads: int,
 
 
 _MAX_PASSES = 4
-"""Number of forward passes that are kept for a later backward."""
+"""Number of forward passes to remember for a later backward."""
 EDGE_DROPOUTS = ("attn_drop", "edge_drop")
 """Names of dropouts in ``dgl.nn`` that are applied to edge values."""
 
@@ -161,12 +167,11 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     """Turn every ``nn.Dropout`` in ``model`` into a :class:`NodeDropout`. One rank may call this alone.
 
     Earlier :class:`NodeDropout` modules lose their state. Parameter names and buffers do not change.
-    Subclasses, ``nn.AlphaDropout`` and the like, and calls of ``torch.nn.functional.dropout`` stay unchanged,
-    with masks that depend on the rank.
+    Subclasses, ``nn.AlphaDropout`` and similar classes, and calls to ``torch.nn.functional.dropout`` stay
+    unchanged. Their masks depend on the rank.
 
-    ``model`` is changed in place, and must not be a dropout itself. The caller must call
-    :meth:`NodeDropouts.begin` of the result before every forward pass. A model without dropout stays as it
-    is.
+    ``model`` is changed in place, and must not be a dropout itself. Before every forward pass, the caller
+    must call :meth:`NodeDropouts.begin` on the result. A model without dropout stays as it is.
     """
     shared = NodeDropouts(seed)
     shared.is_installed = True
@@ -176,13 +181,14 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
             module.shared.remove_hooks()
         # Compare exact types, because a subclass does something else.
         if type(module) in (nn.Dropout, NodeDropout):
-            # Change the object's class, because it has the user's hooks, and schedules may know it.
+            # Change the object's class. A new object would lack the user's hooks, and schedules may refer to
+            # this one.
             module.__class__ = NodeDropout
             dropout = cast("NodeDropout", module)
             dropout.connect(shared, number=len(dropouts), edges=name.rpartition(".")[2] in EDGE_DROPOUTS)
             dropouts.append(dropout)
 
-    # Many layers of DGL have a dropout with probability 0.
+    # Many DGL layers have a dropout with probability 0.
     if any(dropout.p > 0 for dropout in dropouts):
         shared.track(model)
     return shared
@@ -191,19 +197,19 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
 def has_rows(graph: Any) -> bool:
     """Return whether layers pass messages along ``graph``.
 
-    Graphs that are not blocks have the attribute ``has_layer_rows``: all nodes of a rank, or the subgraph of
-    a batch.
+    Such graphs are blocks, or have the attribute ``has_layer_rows``, like a graph with all nodes on a rank or
+    a batch's subgraph.
     """
     return bool(graph.is_block or getattr(graph, "has_layer_rows", False))
 
 
 def find_pass_ids(graph: Any) -> Tensor | None:
-    """Return the argument of :meth:`NodeDropouts.begin` for a pass that begins with ``graph``."""
+    """Return the node ids to pass to :meth:`NodeDropouts.begin` if a pass begins with ``graph``."""
     return _get_row_ids(graph.srcdata) if len(graph.srctypes) == 1 else None
 
 
 def _get_row_ids(columns: Any) -> Tensor | None:
-    """Return ids of the rows of a graph's nodes. With a tree for each seed, a node has several rows."""
+    """Return an id per row. With a tree for each seed, a node has several rows."""
     ids: Tensor | None = columns.get(ROW_ID)
     return columns.get(dgl.NID) if ids is None else ids
 
@@ -213,9 +219,9 @@ class _DropoutCall:
     step: int
     number: int
     nodes: Tensor | None
-    """Nodes of the pass."""
+    """The nodes in the pass."""
     graph: weakref.ref[Any] | None
-    """Graph of the module, if any. The reference is weak, because the graph holds features."""
+    """The module's graph, if any. The reference is weak, because the graph holds features."""
 
     def get_graph(self) -> Any:
         graph = None if self.graph is None else self.graph()
@@ -231,9 +237,9 @@ class _DropoutCall:
 class NodeDropouts:
     """State that all dropouts in a model share: the current pass, and the nodes or edges that rows belong to.
 
-    Rows outside of a convolution belong to the first nodes of the pass, because a block's destinations come
-    first among its sources, from layer to layer (not in a pass over several node types). Within a module that
-    is called with a graph or a block, rows belong to its sources or edges.
+    Outside a convolution, rows belong to the first nodes in the pass, because a block's destinations come
+    first among its sources, from layer to layer. This does not hold in a pass over several node types. Within
+    a module that is called with a graph or a block, rows belong to its sources or edges.
 
     A layer that ``torch.utils.checkpoint`` recomputes gets the same masks. The state of torch's generator
     identifies its call, because checkpointing restores it, unlike a call counter. The state also identifies
@@ -243,17 +249,17 @@ class NodeDropouts:
     def __init__(self, seed: int, first_stream: int = MODULES) -> None:
         self._seed, self._first_stream = seed, first_stream
         self._current: tuple[int, Tensor | None] | None = None
-        """Step of the pass, and its nodes."""
+        """The pass's step, and its nodes."""
         self._counts: set[int] = set()
         self._num_calls: dict[int, Counter[int]] = {}
-        """Number of dropout calls by step, the latest last, and by module in passes over several types."""
+        """Dropout calls by step, the latest last, and by module in passes over several types."""
         self._calls: dict[int, _DropoutCall] = {}
         """Calls by the state of torch's generator, as a draw from it."""
         self._entries: list[tuple[nn.Module, Any, tuple[Any, ...]]] = []
         """Modules that are being called, outermost first, each with its graph and pair of rows, if any."""
         self._hooks: list[RemovableHandle] = []
         self.in_use = self.is_installed = False
-        """Whether a module needs the nodes of its rows, and whether the model is wrapped."""
+        """Whether a module needs its rows' nodes, and whether the model is wrapped."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeDropouts:
         # A copied model begins its own passes. Until then its dropouts work like torch's.
@@ -263,7 +269,7 @@ class NodeDropouts:
         return duplicate
 
     def __reduce__(self) -> tuple[type[NodeDropouts], tuple[int, int]]:
-        # The hooks of pickled modules have their own handles.
+        # Hooks on pickled modules have their own handles.
         return NodeDropouts, (self._seed, self._first_stream)
 
     def end(self) -> None:
@@ -271,23 +277,23 @@ class NodeDropouts:
         self._current = None
 
     def set_row_counts(self, arguments: Iterable[Any]) -> None:
-        """Accept only rows with the number of sources or destinations of a block in ``arguments``."""
+        """Accept only rows that are as many as the sources or destinations of a block in ``arguments``."""
         leaves = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, dgl.DGLGraph)]
         blocks = [leaf for leaf in leaves if has_rows(leaf)]
         self._counts = {count for block in blocks for count in (block.num_src_nodes(), block.num_dst_nodes())}
 
     def begin(self, number: int, nodes: Tensor | None) -> None:
-        """Start a forward pass of step ``number``.
+        """Start a forward pass for step ``number``.
 
         Passes with the same number continue its call count, so two passes over one batch drop different
-        entries. The counts of the oldest steps are dropped.
+        entries. The oldest steps' counts are dropped.
 
         Args:
-            number: Number of the step.
-            nodes: (n,) int64 distinct global ids of the rows' nodes. None for a pass over several node
-                types. Then only modules that are called with a graph, and :func:`drop_rows`, know them.
+            number: Step number.
+            nodes: (n,) int64 distinct global ids, one per row. None for a pass over several node types. Then
+                only modules that are called with a graph, and :func:`drop_rows`, know their nodes.
         """
-        # Removing and adding a step makes it the latest one in the order of the dict.
+        # Removing and adding a step makes it the latest one in the dict.
         self._num_calls[number] = self._num_calls.pop(number, Counter())
         self._current = number, nodes
         self._counts = set()
@@ -298,14 +304,14 @@ class NodeDropouts:
             self._calls = {key: call for key, call in self._calls.items() if call.step in self._num_calls}
 
     def continue_with(self, nodes: Tensor) -> None:
-        """Let rows in the rest of the pass belong to the (n,) int64 ``nodes`` if there are n of them."""
+        """For the remaining pass, let rows belong to the (n,) int64 ``nodes`` if there are n rows."""
         if self._current is not None:
             self._current = (self._current[0], nodes)
             self._counts = {len(nodes)}
             self._entries.clear()
 
     def track(self, model: nn.Module) -> None:
-        """Record the graphs of the modules of ``model`` during their calls, unless this is done already."""
+        """Record each module's graph while the module is called, unless this is done already."""
         self.in_use = True
         for module in model.modules() if not self._hooks else ():
             # Scripted modules do not support these hooks.
@@ -323,13 +329,13 @@ class NodeDropouts:
     def drop(
         self, x: Tensor, probability: float, *, module: int, edges: bool, nodes: Tensor | None = None
     ) -> Tensor | None:
-        """Return ``x`` with entries dropped, or None if the nodes or edges of its rows are unknown.
+        """Return ``x`` with entries dropped, or None if the rows' nodes or edges are unknown.
 
         Args:
             x: A row for each source, for each of the first sources, or for each edge.
-            module: Number of the dropout in the model.
-            edges: Whether rows belong to edges if there are as many of them as edges.
-            nodes: Keys of the rows, if the caller knows them.
+            module: The dropout's number in the model.
+            edges: Whether rows belong to edges if there are as many rows as edges.
+            nodes: Row keys, if the caller knows them.
 
         Raises:
             ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator, or
@@ -355,7 +361,7 @@ class NodeDropouts:
         return drop_entries(flat, probability, draws, self._first_stream + call.number).reshape(x.shape)
 
     def find_ids(self, x: Tensor) -> Tensor | None:
-        """Return the (n,) int64 node keys of the rows of ``x`` in this pass, or None if they are unknown."""
+        """Return the (n,) int64 node keys for the rows in ``x`` in this pass, or None if they are unknown."""
         return None if self._current is None else self._find_row_ids(self._get_graph(), x, self._current[1])
 
     def _find_row_ids(self, graph: Any, x: Tensor, nodes: Tensor | None) -> Tensor | None:
@@ -363,18 +369,23 @@ class NodeDropouts:
         if graph is not None:
             if (keys := self._find_pair_ids(x)) is not None:
                 return keys
-            # The nodes of a graph made by the user are unknown.
+            # If the user made the graph, its nodes are unknown.
             nodes = _find_graph_ids(graph, count)
         elif self._counts and count not in self._counts:
             return None
         return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
     def _record_call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_DropoutCall, Any]:
+        """Return this call's record and the module's graph. A recomputed call gets its first record.
+
+        Raises ConfigError if a call during backward has no record, because torch's generator was not
+        restored.
+        """
         state = int(torch.randint(1 << 62, ()).item())
         graph = self._get_graph()
         if current_backward() == NO_BACKWARD:  # in forward
             reference = None if graph is None else weakref.ref(graph)
-            # A rank may skip the module of a relation without edges, so calls are counted by module here.
+            # A rank may skip a relation's module if it has no edges, so calls are counted by module here.
             kind = 0 if nodes is not None else module + 1
             number = (kind << 20) + self._num_calls[step][kind]
             call = _DropoutCall(step=step, number=number, nodes=nodes, graph=reference)
@@ -392,11 +403,11 @@ class NodeDropouts:
         )
 
     def _get_graph(self) -> Any:
-        # This is the graph of the innermost module that has one.
+        # The innermost module that has a graph decides.
         return next((graph for _, graph, _ in reversed(self._entries) if graph is not None), None)
 
     def _find_pair_ids(self, x: Tensor) -> Tensor | None:
-        # Finds rows with which a module was called. The number of rows alone does not tell sources from
+        # Finds rows with which a module was called. The row count alone does not tell sources from
         # destinations.
         for _, graph, pair in reversed(self._entries):
             if graph is not None and len(pair) == 2 and len(graph.srctypes) == len(graph.dsttypes) == 1:
@@ -410,7 +421,7 @@ class NodeDropouts:
         values = (*args, *kwargs.values())
         graphs = [leaf for leaf in tree_leaves(values) if isinstance(leaf, dgl.DGLGraph)]
 
-        # Beside blocks, a graph of pairs has other rows than the layers.
+        # Beside blocks, a pair graph has other rows than the layers.
         needs_rows = any(map(has_rows, graphs))
         graph: Any = None
         pair: tuple[Any, ...] = ()
@@ -431,7 +442,7 @@ class NodeDropouts:
 
 @final
 class NodeDropout(nn.Dropout):
-    """Dropout that is keyed during a pass of the strategy, and works like ``nn.Dropout`` at other times.
+    """Dropout that is keyed during a strategy's pass, and works like ``nn.Dropout`` at other times.
 
     ``number`` is its number in the model, and ``edges`` tells whether it is applied to edge values.
     """
@@ -451,9 +462,9 @@ class NodeDropout(nn.Dropout):
         return self.drop_rows(x, None)
 
     def drop_rows(self, x: Tensor, nodes: Tensor | None) -> Tensor:
-        """Return :meth:`forward` of ``x``.
+        """Return what :meth:`forward` returns for ``x``. Use the given node keys if there are any.
 
-        ``nodes`` are the (n,) int64 keys of its rows, if they are known.
+        ``nodes`` are the (n,) int64 keys of the rows, if they are known.
         """
         if not self.training or self.p == 0:
             return x
@@ -464,11 +475,11 @@ class NodeDropout(nn.Dropout):
 
 
 DROP_ROWS = "_dglx_drop_rows"
-"""Attribute in which a strategy stores its replacement of a dropout, a function of rows and their keys."""
+"""Attribute in which a strategy stores a function of rows and their keys, which replaces a dropout."""
 
 
 def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
-    """Return ``dropout(x)``, keyed by the (n,) int64 ``nodes`` during a pass of a strategy."""
+    """Return ``dropout(x)``, keyed by the (n,) int64 ``nodes`` during a strategy's pass."""
     if isinstance(dropout, NodeDropout):
         return dropout.drop_rows(x, nodes)
     drop = vars(dropout).get(DROP_ROWS)
@@ -476,9 +487,9 @@ def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
 
 
 def make_type_keys(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:
-    """Return the keys of ``nodes``, a block's view of nodes, type by type, or None if it has no ids.
+    """Return keys for ``nodes``, a block's view of its nodes, type by type, or None if it has no ids.
 
-    Nodes of different types have different keys.
+    Nodes with different types have different keys.
     """
     ids = [nodes[ntype].data.get(dgl.NID) for ntype in ntypes]
     if any(values is None for values in ids):
@@ -493,8 +504,8 @@ def _find_graph_ids(graph: Any, count: int) -> Tensor | None:
         return None
     ids = _get_row_ids(graph.srcdata)
 
-    # Blocks that ready-made models merge know only the ids of their destinations. If sources and destinations
-    # are of one type, the destinations are the first sources, so the ids of the sources serve both.
+    # Blocks that ready-made models merge know only their destinations' ids. If sources and destinations have
+    # one type, the destinations are the first sources, so the source ids serve both.
     has_target_rows = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()
     return _get_row_ids(graph.dstdata) if ids is None or has_target_rows else ids
 

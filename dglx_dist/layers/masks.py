@@ -16,7 +16,7 @@ from dglx_dist.records import Array
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRange:
-    """The columns ``first:last`` of a matrix with ``width`` columns. There may be none."""
+    """The columns ``first:last`` in a matrix with ``width`` columns. There may be none."""
 
     first: int
     last: int
@@ -33,9 +33,9 @@ class ColumnRange:
 def draw_kept_entries(
     seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[ColumnRange], probability: float
 ) -> Tensor:
-    """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
+    """Draw which entries are kept, as an (L0, F_p) bool mask for (L0,) int64 ``nodes`` and columns ``runs``.
 
-    The mask is on the device of ``nodes``, and has the same bits on every device.
+    The mask is on the same device as ``nodes``. Every device gives the same bits.
     """
     key = stream_key(seed, number, stream)
     threshold = count_dropped(probability)
@@ -57,15 +57,16 @@ _WORDS_AT_ONCE = 1 << 22
 def draw_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
     """Return which draws are kept: a mask with one row per node and one column per number.
 
-    ``numbers`` are columns of the entries, or other numbers of draws. A draw is kept if its 32 bits are at
-    least ``threshold``.
+    Args:
+        numbers: The entries' columns, or other draw numbers.
+        threshold: Draws are kept if their 32 bits are at least this value.
     """
     high_bits = shift_right(words_on_device(stream, nodes, numbers), 32)
     return high_bits >= int(threshold)
 
 
 def count_dropped(probability: float) -> np.uint64:
-    """Return the number of dropped values among the values of 32 random bits."""
+    """Return how many values of a 32-bit draw mean that the entry is dropped."""
     return np.uint64(round(probability * (1 << 32)))
 
 
@@ -81,5 +82,5 @@ def _draw_kept(stream: np.uint64, nodes: Array, columns: Array, threshold: np.ui
 
 @njit(cache=True, nogil=True)
 def draw_bits(key: np.uint64, number: int) -> np.uint64:
-    # The high 32 bits of a word.
+    # Take the word's high 32 bits.
     return full_word(key, number) >> np.uint64(32)

@@ -1,4 +1,4 @@
-"""Modules for the models of users: batch norm with statistics over the rows of all ranks."""
+"""Modules for users' models: batch norm with statistics over the rows on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dglx_dist.internals.pytorch import AnyBatchNorm, NormWithStatistics
 from dglx_dist.layers.dropout import NodeDropouts
 
 PHASE = "batch_norm"
-"""Ledger phase for the summed statistics, and for the ids of the nodes that they cover."""
+"""Ledger phase for the summed statistics, and for the node ids that they cover."""
 
 
 def _open_group(session: Session) -> dist.ProcessGroup:
@@ -28,34 +28,34 @@ def _open_group(session: Session) -> dist.ProcessGroup:
 
 
 _GROUP: SessionField[dist.ProcessGroup] = SessionField(_open_group)
-"""Process group of batch norms, because sums of gradients may be under way in the other group."""
+"""Process group for batch norms, because gradient sums may be under way in the other group."""
 
 
 @final
 class StatisticsExchange:
-    """Sums the statistics of a wrapped model's batch norms over the ranks.
+    """Sums batch norm statistics over the ranks, for one wrapped model.
 
-    ``rows`` knows the nodes of a module's rows during a pass.
+    ``rows`` knows which nodes a module's rows belong to during a pass.
     """
 
     def __init__(self, session: Session, rows: NodeDropouts) -> None:
         self._session, self._rows = session, rows
         self.weight = 1.0
-        """Weight of this rank, by which the wrapped model multiplies gradients of parameters afterwards."""
+        """This rank's weight. The wrapped model multiplies parameter gradients by it afterwards."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Copies of a model compute alone until they are wrapped.
+        # Copied models compute alone until they are wrapped.
         return type(None), ()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over the ranks, in place. Every rank must call this."""
+        """Sum ``values`` over the ranks, in place, and return them. Every rank must call this."""
         group = _GROUP.get(self._session)
         return sum_over_ranks(values, self._session, phase=PHASE, in_place=True, group=group)
 
     def compute_shares(self, x: Tensor) -> Tensor:
-        """Return (n, 1) float64: for each row of ``x``, 1 / the number of ranks with that node.
+        """Return (n, 1) float64: for each row in ``x``, 1 / the number of ranks with that node.
 
-        It is 1 if a rank does not know the nodes of its rows. Every rank must call this.
+        It is 1 if a rank does not know its rows' nodes. Every rank must call this.
         """
         ones = torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
         ids = self._rows.find_ids(x)
@@ -74,18 +74,18 @@ class StatisticsExchange:
 
 @final
 class BatchNorm(NormWithStatistics):
-    """``nn.BatchNorm1d`` over the rows of all ranks in training, with the result of one process.
+    """``nn.BatchNorm1d`` over the rows on all ranks in training, with the same result as one process.
 
-    In models that are called with blocks of one node type, the rows' nodes are known, and a node that
-    several ranks compute counts once. Elsewhere each of its rows counts, as in ``nn.SyncBatchNorm``. Outside
-    of a wrapped model and on one rank this is ``nn.BatchNorm1d``.
+    If the model is called with blocks that have one node type, the rows' nodes are known. A node that several
+    ranks compute then counts once. Elsewhere each of its rows counts, as in ``nn.SyncBatchNorm``. Outside a
+    wrapped model and on one rank this is ``nn.BatchNorm1d``.
 
-    Arguments and state are those of ``nn.BatchNorm1d``. Each call in training sends 16 bytes for each column
-    and rank, as much in backward, and 8 bytes for each row to every other rank.
+    Arguments and state are as in ``nn.BatchNorm1d``. Each call in training sends 16 bytes for each column and
+    rank, as much in backward, and 8 bytes for each row to every other rank.
     """
 
     exchange: StatisticsExchange | None = None
-    """Exchange of the wrapped model on several ranks."""
+    """The wrapped model's exchange, if there are several ranks."""
     num_batches_tracked: Tensor
 
     def __init__(
@@ -95,11 +95,11 @@ class BatchNorm(NormWithStatistics):
 
     @classmethod
     def convert(cls, model: nn.Module) -> nn.Module:
-        """Turn every ``BatchNorm1d`` and ``SyncBatchNorm`` of ``model`` into this class. Return ``model``.
+        """Turn every ``BatchNorm1d`` and ``SyncBatchNorm`` in ``model`` into this class. Return ``model``.
 
         The modules change in place and keep parameters, buffers and hooks. Call this before
         :func:`dglx_dist.wrap`. Other batch norms stay unchanged, with a warning. Raises ConfigError if
-        ``model`` is not a module, or one of its batch norms is in a wrapped model.
+        ``model`` is not a module, or contains a batch norm that is in a wrapped model.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"convert takes a torch.nn.Module, not a {type(model).__name__}")
@@ -141,6 +141,8 @@ class BatchNorm(NormWithStatistics):
 
 
 class _Normalize(torch.autograd.Function):
+    """Normalizes rows by moments over all ranks, and updates the running statistics."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, exchange: StatisticsExchange, factor: float) -> Tensor:
         width = norm.num_features
@@ -196,15 +198,15 @@ def _find_torch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _can_convert(norm: Any) -> bool:
-    # Only these exact classes: a subclass does something else, and a process group may have only some ranks.
+    # Only exact classes: a subclass may do something else, and a process group may lack ranks.
     is_over_all = type(norm) is nn.SyncBatchNorm and norm.process_group is None
     return (is_over_all or type(norm) is nn.BatchNorm1d) and bool(norm.track_running_stats)
 
 
 def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) -> StatisticsExchange:
-    """Let every :class:`BatchNorm` of ``model`` compute over all ranks. ``rows`` knows the nodes of its rows.
+    """Let every :class:`BatchNorm` in ``model`` compute over all ranks. ``rows`` knows the rows' nodes.
 
-    Warns about batch norms of torch, which use only this rank's rows.
+    Warns about torch's own batch norms, which use only this rank's rows.
     """
     exchange = StatisticsExchange(session, rows)
     is_alone = session.topology.world_size == 1

@@ -1,4 +1,4 @@
-"""Stages of layers that read several node types: ``HeteroGraphConv`` of convolutions that split."""
+"""Stages for layers that read several node types: ``HeteroGraphConv`` over convolutions that split."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dglx_dist.records import EdgeType
 
 
 class RelationInput(NamedTuple):
-    """Input of :meth:`SplittableConv.gather` for a relation."""
+    """Input that a relation passes to :meth:`SplittableConv.gather`."""
 
     inputs: StageInput
     transformed: Any
-    """Result of :meth:`SplittableConv.transform`."""
+    """What :meth:`SplittableConv.transform` returned."""
     shares: PartialSums
-    """Shares of the values that edges need in full."""
+    """This part's shares of the values that edges need in full."""
 
 
 def make_typed_stages(
     module: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]
 ) -> SplittableConv | None:
-    """Return the stages of a layer that reads several node types, or None if ``module`` is no such layer.
+    """Return stages for a layer that reads several node types, or None if ``module`` is no such layer.
 
-    ``widths`` are the numbers of columns of the node types that are cut. Raises ConfigError, with the reason
-    and a remedy, if the layer cannot be split.
+    ``widths`` has the column count for each node type that is cut. Raises ConfigError, with the reason and a
+    remedy, if the layer cannot be split.
     """
     if type(module) is dglnn.HGTConv:
         raise ConfigError("the attention of HGTConv is a product of complete rows of both ends")
@@ -50,33 +50,33 @@ def make_typed_stages(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SplitRelation:
-    """An edge type of a ``HeteroGraphConv`` that reads rows which are cut."""
+    """An edge type in a ``HeteroGraphConv`` that reads cut rows."""
 
     etype: EdgeType
     number: int
     prefix: str
-    """Prefix of the names of its parameters."""
+    """Prefix of its parameters' names."""
     stages: SplittableConv
     is_added: bool
-    """Whether the share of the relation is added to other shares before the sum over the parts."""
+    """Whether the relation's share is added to other shares before the sum over the parts."""
 
     @property
     def read_types(self) -> tuple[str, ...]:
-        """Node types of the rows that the stages read."""
+        """Node types whose rows the stages read."""
         source, _, target = self.etype
         if self.stages.ends == "sources":
             return (source,)
         return (source, target)
 
     def find_type(self, name: str) -> str:
-        """Return the node type of the columns of a parameter in ``stages.cut``."""
+        """Return the node type that a parameter's columns belong to. The parameter is in ``stages.cut``."""
         source, _, target = self.etype
         if source != target and name in self.stages.target_cut:
             return target
         return source
 
     def read_input(self, inputs: StageInput) -> StageInput:
-        """Return the input of the stages from the inputs by node type."""
+        """Return the relation's input for the stages, from the inputs by node type."""
         source, _, target = self.etype
         block = inputs.block[self.etype]
         sources = self._read_end(inputs, source, block.num_src_nodes())
@@ -85,7 +85,7 @@ class SplitRelation:
         return replace(sources, targets=self._read_end(inputs, target, block.num_dst_nodes()))
 
     def _read_end(self, inputs: StageInput, ntype: str, num_rows: int) -> StageInput:
-        """Return the input of the nodes of ``ntype``, which are the first ``num_rows`` of their type."""
+        """Return the input at one end of the relation: the first ``num_rows`` nodes of ``ntype``."""
         end = inputs.by_type[ntype]
         draws = end.draws
         if draws is not None:
@@ -95,11 +95,11 @@ class SplitRelation:
 
 @final
 class HeteroStages(SplittableConv):
-    """Stages of ``HeteroGraphConv``.
+    """Stages for ``HeteroGraphConv``.
 
-    A part adds its shares of all relations that end in a node type, so that one exchange carries them. This
-    holds for the aggregates "sum" and "mean" and for convolutions without an activation. Other relations have
-    sums of their own. The owner of a block adds biases and aggregates. It also calls the modules of
+    A part adds its shares for all relations that end in the same node type, so that one exchange carries
+    them. This works with the aggregates "sum" and "mean" and with convolutions that have no activation. Other
+    relations have separate sums. A block's owner adds biases and aggregates. It also calls the modules for
     relations in which no row is cut.
     """
 
@@ -115,11 +115,11 @@ class HeteroStages(SplittableConv):
             raise ConfigError("no edge type of HeteroGraphConv reads nodes that have features")
         self._relations = {relation.etype: relation for relation in relations}
         self._num_sums: dict[EdgeType, int] = {}
-        """Number of sums of each relation that is sent apart."""
+        """Number of sums per relation, for relations that are sent apart."""
         added_types = [relation.etype[2] for relation in relations if relation.is_added]
         self._sum_types = tuple(dict.fromkeys(added_types))
 
-        # Parameters of types with features are cut. The others are used uncut on a block's owner.
+        # Parameters for types with features are cut. The others are used uncut on a block's owner.
         self.cut = {}
         self.cut_types = {}
         shared = []
@@ -145,7 +145,7 @@ class HeteroStages(SplittableConv):
     def _find_relations(
         self, etypes: Sequence[EdgeType], widths: Mapping[str, int]
     ) -> Iterator[SplitRelation]:
-        """Yield the relations that read rows which are cut. Raise ConfigError if one cannot be split."""
+        """Yield the relations that read cut rows. Raise ConfigError if a relation cannot be split."""
         prefixes = {module: f"mods.{name}." for name, module in self.mods.items()}
         # DGL, too, looks for the edge type before its name.
         modules = [self.mod_dict.get(etype) or self.mod_dict.get(etype[1]) for etype in etypes]
@@ -176,7 +176,7 @@ class HeteroStages(SplittableConv):
 
     @property
     def sum_widths(self) -> dict[str, int]:
-        """Columns of the sums over the parts by destination type. Added relations share one sum."""
+        """Columns in the sums over the parts, by destination type. Added relations share one sum."""
         widths: dict[str, int] = {}
         for relation in self._relations.values():
             if relation.is_added:
@@ -211,7 +211,7 @@ class HeteroStages(SplittableConv):
 
     def _transform_relation(self, relation: SplitRelation, inputs: StageInput) -> RelationInput:
         stages = relation.stages
-        # The strategy sets the mode of this layer alone.
+        # The strategy sets the mode for this layer alone.
         stages.training = self.training
         relation_inputs = relation.read_input(inputs)
         transformed = stages.transform(relation_inputs)
@@ -226,13 +226,13 @@ class HeteroStages(SplittableConv):
     def gather(
         self, inputs: StageInput, transformed: list[RelationInput], scattered: PartialSums
     ) -> PartialSums:
-        """Return a (D1, ...) share for each destination type, then those of relations that are sent apart."""
+        """Return a (D1, ...) share per destination type, then the shares that relations send apart."""
         sums: dict[str, Tensor] = {}
         sums_apart: list[Tensor] = []
         edge_values = iter(scattered)
         for relation, relation_input in zip(self._relations.values(), transformed, strict=True):
             stages = relation.stages
-            # The sums over the parts have the order of the shares.
+            # The sums over the parts are ordered like the shares.
             values = tuple(islice(edge_values, len(relation_input.shares)))
             gathered = stages.gather(relation_input.inputs, relation_input.transformed, values)
             if not relation.is_added:
@@ -251,9 +251,9 @@ class HeteroStages(SplittableConv):
     def forward(  # type: ignore[override]  # its arguments are those of HeteroGraphConv
         self, block: DGLBlock, inputs: Any, mod_args: Any = None, mod_kwargs: Any = None
     ) -> dict[str, Tensor]:
-        """Map the sources' rows by node type to those of the destinations, as ``HeteroGraphConv`` does.
+        """Map source rows by node type to destination rows, as ``HeteroGraphConv`` does.
 
-        Raises ConfigError if a node type that is cut has no rows, or there are arguments of edges.
+        Raises ConfigError if a cut node type has no rows, or if arguments for edges are passed.
         """
         if mod_args or mod_kwargs:
             raise ConfigError(
@@ -268,7 +268,7 @@ class HeteroStages(SplittableConv):
         return self._aggregate_relations(block, rows, gathered)
 
     def _read_rows(self, block: DGLBlock, inputs: Any) -> dict[str, Tensor]:
-        """Return the sources' rows by node type. ``inputs`` may be a pair with destination rows."""
+        """Return the source rows by node type. ``inputs`` may be a pair with destination rows."""
         rows, targets = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         for ntype in self._read_types:
             if ntype not in rows:
@@ -285,7 +285,7 @@ class HeteroStages(SplittableConv):
     def _aggregate_relations(
         self, block: DGLBlock, rows: Mapping[str, Tensor], gathered: PartialSums
     ) -> dict[str, Tensor]:
-        """Return the output by node type from the results of :meth:`gather`, summed over the parts."""
+        """Return the output by node type. ``gathered`` comes from :meth:`gather`, summed over the parts."""
         sums = dict(zip(self._sum_types, gathered, strict=False))
         values_apart = iter(gathered[len(sums) :])
         sums_apart = {}
@@ -303,7 +303,7 @@ class HeteroStages(SplittableConv):
             num_relations[target] += 1
             relation = self._relations.get(etype)
             if relation is None:
-                # Without cut rows, the module of the user computes the relation.
+                # Without cut rows, the user's module computes the relation.
                 ends = rows[source], rows[target][: block.num_dst_nodes(target)]
                 module = self.mod_dict.get(etype) or self.mod_dict[etype[1]]
                 results[target].append(module(block[etype], ends))
@@ -323,7 +323,7 @@ class HeteroStages(SplittableConv):
     ) -> dict[str, Tensor]:
         """Return the output by node type, without types that have no ``results``.
 
-        A result may be the sum of several relations. ``num_relations`` counts all of them.
+        A result may be a sum over several relations. ``num_relations`` counts all of them.
         """
         outputs = {}
         for ntype, relation_rows in results.items():
@@ -339,21 +339,21 @@ class HeteroStages(SplittableConv):
 
 
 def make_typed_input(block: DGLBlock, by_type: Mapping[str, StageInput]) -> StageInput:
-    """Return the input of a layer that reads several node types."""
+    """Return the input for a layer that reads several node types."""
     return replace(next(iter(by_type.values())), block=block, by_type=by_type)
 
 
 def _find_aggregate(function: Any) -> str:
-    """Return "sum" or "mean" if ``function`` is DGL's for that, and "" for any other function."""
+    """Return "sum" or "mean" if ``function`` is DGL's aggregate with this name, and "" otherwise."""
     if not isinstance(function, partial) or function.func.__module__ != dglnn.HeteroGraphConv.__module__:
         return ""
-    # The results of all aggregates of DGL differ for these two values.
+    # All DGL aggregates differ on these two values.
     result = float(function([torch.tensor(1.0), torch.tensor(3.0)], ""))
     return {4.0: "sum", 2.0: "mean"}.get(result, "")
 
 
 def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) -> None:
-    """Raise ConfigError if the number of ``columns`` of a parameter is not that of a type's features."""
+    """Raise ConfigError if a parameter does not have as many ``columns`` as a type's features."""
     if columns != widths[ntype]:
         raise ConfigError(
             f"{name!r} has {columns} columns, but the features of {ntype!r} have {widths[ntype]}"
@@ -361,9 +361,9 @@ def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) 
 
 
 def _check_relation(relation: SplitRelation, name: str, *, all_cut: bool) -> None:
-    """Raise ConfigError if the convolution of ``relation`` needs rows that a part does not have.
+    """Raise ConfigError if the relation's convolution needs rows that a part does not have.
 
-    ``all_cut`` tells whether the features of both ends are cut by columns.
+    ``all_cut`` tells whether the features at both ends are cut by columns.
     """
     stages = relation.stages
     etype = relation.etype

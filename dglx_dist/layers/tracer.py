@@ -1,4 +1,4 @@
-"""Tracing of models: their convolutions, and the blocks and rows with which modules are called."""
+"""Model tracing: find convolutions, and the blocks and rows with which modules are called."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,42 +22,42 @@ MODEL_ERRORS = (
     AssertionError,
     dgl.DGLError,
 )
-"""Errors of a model that does not support a call."""
+"""Errors that a model raises if it does not support a call."""
 
 _EDGE_ARGUMENTS = ("efeat", "efeats", "e", "w")
 
 
 def find_convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of DGL and the splittable modules by name, in the order of their registration."""
+    """Yield DGL's modules and splittable modules with their names, in registration order."""
     for name, module in model.named_modules():
         if isinstance(module, SplittableConv | SplitsTypes) or type(module).__module__.startswith("dgl."):
             yield name, module
 
 
 class GraphCall(NamedTuple):
-    """The graph and the node rows among the arguments of a call."""
+    """The graph and the node rows that are among a call's arguments."""
 
     graph: Any
     key: int | str
-    """Position or name of the rows argument."""
+    """The rows argument's position or name."""
     rows: Any
     """Source rows as a tensor or a dictionary by node type, or a pair that begins with them."""
 
     @property
     def sources(self) -> Any:
-        """Tensor of the sources' rows, or a dictionary of them by node type."""
+        """Source rows: a tensor, or a dictionary by node type."""
         if isinstance(self.rows, tuple):
             return self.rows[0]
         return self.rows
 
 
 class Argument(NamedTuple):
-    """An argument of a call."""
+    """An argument in a call."""
 
     key: int | str
     """Position, or name if the argument is passed by name."""
     name: str
-    """Name of the parameter. Empty if the function has no parameter at the position."""
+    """Parameter name. Empty if the function has no parameter at the position."""
     value: Any
 
 
@@ -67,11 +67,11 @@ def read_call(
     kwargs: Mapping[str, Any],
     graph: type | tuple[type, ...] = dgl.DGLGraph,
 ) -> GraphCall | None:
-    """Return the graph of type ``graph`` and the rows with which ``module`` is called, or None.
+    """Return the graph and the rows with which ``module`` is called, or None. ``graph`` is the graph's type.
 
-    The rows are the argument after the graph, or else the one before it: a tensor of two or more dimensions,
-    a dictionary of tensors by type, or a pair of these. Arguments named "edge...", "efeat", "efeats", "e" or
-    "w" belong to edges.
+    The rows are the argument after the graph, or else the one before it. They are a tensor with at least two
+    dimensions, a dictionary from type to tensor, or a pair of these. Arguments named "edge...", "efeat",
+    "efeats", "e" or "w" belong to edges.
     """
     arguments = named_arguments(module.forward, args, kwargs)
     positions = [i for i, argument in enumerate(arguments) if isinstance(argument.value, graph)]
@@ -82,7 +82,7 @@ def read_call(
     if position > 0:
         neighbors.append(arguments[position - 1])
 
-    # This must not depend on the number of rows of this rank, because all ranks must agree.
+    # This must not depend on how many rows this rank has, because all ranks must agree.
     for key, name, value in neighbors:
         is_of_nodes = not name.startswith("edge") and name not in _EDGE_ARGUMENTS
         if _is_by_type(value) or (is_of_nodes and _is_rows(value)):
@@ -93,7 +93,7 @@ def read_call(
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Argument]:
-    """Return the arguments of a call of ``forward`` in the order of its parameters."""
+    """Return the arguments in a call to ``forward``, in parameter order."""
     names = list(inspect.signature(forward).parameters)
     arguments = []
     for position, value in enumerate(args):
@@ -125,22 +125,22 @@ def _is_rows(value: Any) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A recorded call of a module."""
+    """A recorded call to a module."""
 
     module: nn.Module
     block: int | None
-    """Position of the block with which the module was called, if any."""
+    """Position of the module's block, if any."""
     rows: Tensor
     """(n, F) node rows that the module got."""
     result: Any
     inside: int | None
-    """Position of the block with which an outer module was called."""
+    """Position of the block that an outer module was called with, if any."""
 
 
 def trace_calls(
     model: nn.Module, blocks: Sequence[Any], x: Tensor, run: Callable[..., object] | None = None
 ) -> list[Call]:
-    """Return the calls of modules with node rows in ``model(blocks, x)`` or ``run``, ordered by their ends.
+    """Record the module calls with node rows in ``model(blocks, x)`` or ``run``, ordered by when they end.
 
     The model runs in evaluation mode and is not changed. Its errors are raised.
     """
@@ -186,7 +186,7 @@ def _find_position(graph: Any, blocks: Sequence[Any]) -> int | None:
 
 @contextmanager
 def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace ``forward`` of modules in the ``with`` block."""
+    """Replace the modules' ``forward`` in the ``with`` block."""
     old_forwards = {module: module.__dict__.get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -223,9 +223,9 @@ def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
 def random_block(targets: int, sources: int, num_edges: int, generator: torch.Generator) -> Any:
     """Return a block with ``num_edges`` random edges, and one edge from each destination to itself.
 
-    ``targets`` and ``sources`` are the numbers of its nodes.
+    ``targets`` and ``sources`` are its node counts.
     """
-    # Some convolutions require an in-edge of every node.
+    # Some convolutions require an in-edge at every node.
     loops = torch.arange(targets)
     edge_sources = torch.cat([loops, torch.randint(sources, (num_edges,), generator=generator)])
     edge_targets = torch.cat([loops, torch.randint(targets, (num_edges,), generator=generator)])
