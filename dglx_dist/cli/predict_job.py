@@ -142,7 +142,7 @@ def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictC
         if run_config.get(name) != value:
             raise ConfigError(
                 f"{config.run} trained on a dataset with {name} {run_config.get(name)!r}, but "
-                f"{g.dataset.folder} has {value!r}. Name the dataset of the run with --data DIR."
+                f"{g.dataset.location} has {value!r}. Name the dataset of the run with --data DIR."
             )
     missing = [ntype for ntype in g.ntypes if FEATURE not in g.nodes[ntype].data]
     if missing:

@@ -487,7 +487,7 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
         _check_inputs(plan, g)
     targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
     if not sum(map(g.num_edges, targets)):
-        raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}. Name others with --target.")
+        raise ConfigError(f"{g.dataset.location} has no edges of {targets[0]}. Name others with --target.")
 
     plan = replace(plan, metric=list_metrics(LINK, plan.metric))
     names = ",".join(relation for _, relation, _ in targets)
@@ -513,7 +513,7 @@ def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Buil
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         shown_names = ", ".join(relation for _, relation, _ in targets[:3])
         raise ConfigError(
-            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has "
+            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.location} has "
             f"none of {shown_names}. Mark some with test_mask, name others with --target, or "
             "leave --predictions out."
         )
@@ -606,11 +606,11 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
         if plan.task == AUTO_TASK:
             command = suggest_training_command(plan.data, columns, g.canonical_etypes)
             remedy += f", or predict edges: {command}"
-        raise ConfigError(f"{g.dataset.folder} has no node data {LABEL!r} (known: {known}). {remedy}")
+        raise ConfigError(f"{g.dataset.location} has no node data {LABEL!r} (known: {known}). {remedy}")
 
     if SPLITS[0] not in columns[ntype]:
         raise ConfigError(
-            f"{g.dataset.folder} has no node data {SPLITS[0]!r} (known: {known}). "
+            f"{g.dataset.location} has no node data {SPLITS[0]!r} (known: {known}). "
             "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
             "val_mask and test_mask to the .npz, and partition again."
         )
@@ -623,7 +623,7 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the model supports the types of ``g`` and has rows for all nodes."""
-    folder = g.dataset.folder
+    folder = g.dataset.location
     columns = {name: g.nodes[name].data for name in g.ntypes}
     is_relational = plan.model in RELATIONAL_KINDS
     if not is_relational and not g.is_homogeneous:
@@ -672,7 +672,7 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
     if name not in candidates:
         known = ", ".join(candidates) or "none"
         raise ConfigError(
-            f"--edge-weight {name}: {g.dataset.folder} has no edge column of that name with "
+            f"--edge-weight {name}: {g.dataset.location} has no edge column of that name with "
             f"one number per edge (known: {known}). Use one of these, or partition a graph "
             "that has it."
         )

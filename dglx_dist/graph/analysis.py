@@ -72,7 +72,7 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
     num_types = len(manifest.node_types), len(manifest.edge_types)
     if num_types != (1, 1):
         raise ConfigError(
-            f"{dataset.folder} has {num_types[0]} node and {num_types[1]} edge types, but neighborhoods "
+            f"{dataset.location} has {num_types[0]} node and {num_types[1]} edge types, but neighborhoods "
             "are preloaded for graphs with one of each. Partition one relation of it."
         )
     if hops < 0 or servers < 1:

@@ -139,7 +139,7 @@ def open_structures(
         fits_everywhere = all(gather_json(fits_here, session))
         mode = "replicated" if fits_everywhere else "partitioned"
     if session.topology.rank == 0:
-        log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
+        log.info("%s: %d parts, structure %s", dataset.location, manifest.num_parts, mode)
 
     structures: dict[EdgeType, Structure] = {}
     for etype in manifest.edge_types:
@@ -374,7 +374,7 @@ class DistGraph(Shared):
         key = self._resolve_ntype(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            raise ConfigError(f"{self.dataset.folder} has no classes of {key!r}. Partition it with labels.")
+            raise ConfigError(f"{self.dataset.location} has no classes of {key!r}. Partition it with labels.")
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:

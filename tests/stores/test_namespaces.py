@@ -38,6 +38,7 @@ def lab() -> Iterator[NamespaceLab]:
     servers.close()
 
 
+@pytest.mark.wide
 def test_machines_share_nothing_but_the_store(lab: NamespaceLab, tmp_path: Path) -> None:
     graph = random_homogeneous(5, num_nodes=400, num_edges=3000, width=512)
     part_of = {NODE_TYPE: np.arange(400, dtype=np.int32) % 4}

@@ -79,6 +79,8 @@ def test_datasets_of_one_part_are_partitioned_again(shop: str, bucket: str) -> N
     assert (manifest.name, manifest.num_parts, manifest.num_nodes("n")) == ("one", 1, 10)
     run("partition", f"s3://{bucket}/one", "--parts", "2", "--out", f"s3://{bucket}/two", "--memory", "2GB")
     assert open_dataset(f"s3://{bucket}/two").manifest.num_parts == 2
+    done = dglx("partition", f"s3://{bucket}/two", "--parts", "2", "--out", f"s3://{bucket}/three")
+    assert f"error: s3://{bucket}/two already has 2 parts" in " ".join(done.stderr.split())
 
 
 def test_description_takes_only_the_files_that_it_names(shop: str, store: StandIn, bucket: str) -> None:

@@ -378,4 +378,4 @@ def open_store(address: str) -> ObjectStore:
             f"the address {parts.scheme}://...{parts.path} has credentials; leave them out, and set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in to the store"
         )
-    return S3Store(address) if parts.scheme == "s3" else FsspecStore(address)
+    return S3Store(address) if parts.scheme in ("s3", "s3a") else FsspecStore(address)

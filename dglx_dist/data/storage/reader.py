@@ -280,6 +280,8 @@ class StoredDataset:
         self.folder = folder
         self.manifest = manifest
         self.cache = cache
+        self.location = str(folder) if mirror is None else mirror.location
+        """Folder or address of the dataset, for messages."""
         self._files = _LocalFiles(folder=folder, manifest=manifest, mirror=mirror, verify=verify)
         self._parts: dict[int, StoredPart] = {}
 
@@ -412,7 +414,7 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
     manifest = dataset.manifest
     if manifest.num_parts != 1:
         raise ConfigError(
-            f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or "
+            f"{dataset.location} already has {manifest.num_parts} parts; train on it, or "
             "partition the graph that it was made from"
         )
 
@@ -420,7 +422,8 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
         for name, info in tensors.items():
             if info.dtype == "bfloat16":
                 raise ConfigError(
-                    f"{dataset.folder} holds {name!r} as bfloat16; partition the graph that it was made from"
+                    f"{dataset.location} holds {name!r} as bfloat16; partition the graph that it was made "
+                    "from"
                 )
 
     dataset.fetch_parts([0])
@@ -503,7 +506,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:
-        raise ConfigError(f"{dataset.folder} has no edge type {etype} (known: {manifest.edge_types})")
+        raise ConfigError(f"{dataset.location} has no edge type {etype} (known: {manifest.edge_types})")
     if manifest.num_parts == 1:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))

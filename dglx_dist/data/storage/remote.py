@@ -147,6 +147,7 @@ class DatasetMirror:
                 f"{self._store.locate()} is not a partitioned dataset: it has no {MANIFEST}; write one with "
                 f"`dglx partition DATA --out {self._store.locate()}`"
             ) from None
+        self.location = self._store.locate()
         self.folder = cache_folder(self._store) / f"{zlib.crc32(content):08x}"
         target = self.folder / MANIFEST
         with name_write_failures(self.folder):

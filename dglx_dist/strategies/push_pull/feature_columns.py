@@ -184,7 +184,7 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
                 _write_feature(dataset, ntype, name, num_parts)
             except OSError as error:
                 raise StorageError(
-                    f"the columns of {name!r} cannot be written into {dataset.folder}: {error}; the "
+                    f"the columns of {name!r} cannot be written into {dataset.location}: {error}; the "
                     "dataset is complete without them, and training makes them at its start"
                 ) from error
 
