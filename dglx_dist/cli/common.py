@@ -33,8 +33,8 @@ LAUNCHER, LAUNCHED = "--launcher", "--launched"
 def report_error(error: Exception, *, debug: bool) -> None:
     """Show one message on standard error, or a traceback with ``debug``.
 
-    Under torchrun, the error is also recorded for torchrun. The launcher that ``dglx train`` uses shows the
-    first rank's error, so its ranks print none.
+    Under torchrun, the error is also recorded for torchrun. The launcher that ``dglx train`` uses
+    shows the earliest error among all ranks, so its ranks print none.
     """
     is_rank = is_launched_by_torchrun()
     is_for_user = isinstance(error, DglxError)

@@ -135,8 +135,7 @@ def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: s
 
     Raises:
         ConfigError: If a rank does not have its requested device, if only some ranks have a GPU, or if NCCL
-            is
-            requested although ranks share a GPU.
+            is requested although ranks share a GPU.
     """
     for rank, device in enumerate(ranks):
         if device.problem:

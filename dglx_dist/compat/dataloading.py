@@ -67,8 +67,7 @@ class DistDataLoader(_Epochs):
 
     Raises:
         ConfigError: If a number is below 1, or, with a wrapped model, if the ranks differ in ``batch_size``
-            or
-            ``drop_last``.
+            or ``drop_last``.
     """
 
     def __init__(
@@ -228,8 +227,7 @@ class DistNodeDataLoader(_Loader):
 
     Args:
         kwargs: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches prepared ahead) and
-            options for
-            ``dglx_dist.DataLoader``. ``num_workers`` and ``pin_memory`` cause a warning.
+            options for ``dglx_dist.DataLoader``. ``num_workers`` and ``pin_memory`` cause a warning.
 
     Raises:
         ConfigError: On all ranks, if an argument on one rank is not supported.

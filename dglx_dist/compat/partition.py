@@ -103,8 +103,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         out_path: Files from an earlier partition in this folder are replaced.
         part_method: ``metis``, ``random``, or another partitioner in this package.
         balance_ntypes: (N,) integers, or a dict with such integers by node type. Each value is balanced
-            separately.
-            Several node types are balanced anyway if the method supports it.
+            separately. Several node types are balanced anyway if the method supports it.
         num_trainers_per_machine: Above 1, each part is partitioned once more, and nodes and edges get
             ``trainer_id`` in the files and in ``g``. Columns with that name are replaced.
         seed: Random seed. The same seed gives the same parts.
