@@ -33,8 +33,8 @@ LAUNCHER, LAUNCHED = "--launcher", "--launched"
 def report_error(error: Exception, *, debug: bool) -> None:
     """Show one message on standard error, or a traceback with ``debug``.
 
-    Under torchrun, the error is also recorded for torchrun. The launcher that ``dglx train`` uses
-    shows the earliest error among all ranks, so its ranks print none.
+    Under torchrun, the error is also recorded for torchrun. The launcher that ``dglx train`` uses shows the
+    earliest error among all ranks, so its ranks print none.
     """
     is_rank = is_launched_by_torchrun()
     is_for_user = isinstance(error, DglxError)
@@ -111,8 +111,7 @@ def check_picture(picture: Path, option: str, example: str) -> None:
 def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., None]]:
     """Turn a function that takes an option record into a ``typer`` command. Its help is the docstring.
 
-    If the record has a field ``given``, it gets the names of the fields whose options are on the command
-    line.
+    If the record has a field ``given``, it lists the fields that were set on the command line.
     """
     hints = get_type_hints(config)
     options = [(field, option, find_flag(config, field.name)) for field, option in list_options(config)]

@@ -48,7 +48,7 @@ _MODEL_OPTIONS = (
     "embeddings",
     "seed",
 )
-"""Run options that the model depends on, beside those of ``ModelConfig``."""
+"""Options, beside ``ModelConfig``, that a run's model depends on."""
 _TRAINABLE_ROWS = (
     "{} have trainable rows, which are only in checkpoints. Predict all nodes with `dglx train --predictions "
     "DIR`."

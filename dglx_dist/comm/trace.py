@@ -54,7 +54,7 @@ class Span:
     """Begin in this process's ``time.perf_counter()``."""
     end_s: float
     batch: int | None
-    """Number of the mini-batch, if any, or of the epoch if all nodes are one batch."""
+    """Number of the mini-batch, if any. If all nodes are one batch, the epoch."""
     interval: int | None = None
     """Number of the node interval over all graph servers, if any."""
 

@@ -1,10 +1,10 @@
 """Wire format for messages: a validated binary head, then raw buffers.
 
 The head is little-endian. It consists of the fixed part (:data:`_FIXED`), the operation name and the argument
-name. Then it has each array's dtype code, number of dimensions and shape, and the bytes of arrays up to
-:data:`INLINE_BYTES`. Each larger array follows in frames with :data:`FRAME_BYTES` bytes, and its last frame
-may be smaller. Nothing is evaluated or unpickled. Sizes are checked against the limits below and against the
-arrived buffers before they are used.
+name. Then it has each array's dtype code, number of dimensions and shape, and the bytes of those arrays that
+have at most :data:`INLINE_BYTES`. Each larger array follows in frames with :data:`FRAME_BYTES` bytes, and its
+last frame may be smaller. Nothing is evaluated or unpickled. Sizes are checked against the limits below and
+against the arrived buffers before they are used.
 """
 
 import math

@@ -248,8 +248,8 @@ class DistEdgeDataLoader(_Loader):
     **Every rank must construct it**, like a :class:`DistNodeDataLoader`.
 
     Args:
-        kwargs: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and those of
-            :class:`DistNodeDataLoader`. A ``g_sampling`` other than ``g`` is refused.
+        kwargs: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and everything that
+            :class:`DistNodeDataLoader` takes. A ``g_sampling`` other than ``g`` is refused.
     """
 
     def __init__(

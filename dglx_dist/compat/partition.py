@@ -225,7 +225,7 @@ def _add_weights(
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, num_nodes in graph.num_nodes.items():
-        # Nodes whose type is not mentioned are balanced, too, as one group.
+        # Nodes are balanced as one group if their type is not mentioned.
         values = np.zeros(num_nodes, np.int64)
         if ntype in balance_ntypes:
             values = torch.as_tensor(balance_ntypes[ntype]).numpy()

@@ -579,7 +579,7 @@ def shared_folder(
             raise
         except FileNotFoundError:
             if not partial.exists():
-                ranks.gather_objects(None)  # This call raises the error from the rank that removed the folder.
+                ranks.gather_objects(None)  # This raises the error from the removing rank.
             raise
 
         if ranks.is_first:

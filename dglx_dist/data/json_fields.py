@@ -100,7 +100,7 @@ class Fields:
     def parse(
         cls, text: bytes | str, where: str, longest: float = math.inf, *, error: type[DglxError] = ConfigError
     ) -> Fields:
-        """Parse the JSON object in ``text``. The arguments are those of :func:`read_json`."""
+        """Parse the JSON object in ``text``. For the arguments see :func:`read_json`."""
         return cls(read_json(text, longest, where, error=error), where, error=error)
 
     def reject_unknown(self, known: Collection[str]) -> Fields:

@@ -50,7 +50,7 @@ def infer_shape(
     """Describe a model's layers. The model is traced in a call ``module(blocks, x)`` and does not change.
 
     If the model cannot be called like this, its registered convolutions are taken as its layers. Unknown
-    layers count as those of GraphSAGE.
+    layers count like GraphSAGE layers.
 
     Args:
         module: The model, on any device.
@@ -228,7 +228,7 @@ def _make_zeros(num_columns: int, block: Any, x: Any, *_edges: Any) -> Tensor:
 def _list_registered(
     convs: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
-    """Return the model's registered layers if their number matches, otherwise those of GraphSAGE."""
+    """Return the model's registered layers if their number matches, otherwise GraphSAGE layers."""
     layers = []
     try:
         for conv in convs:

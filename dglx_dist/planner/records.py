@@ -122,7 +122,7 @@ class GraphStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of all layers, input-most first, and of the parameters."""
+    """How large a model is: its layers, input-most first, and its parameters."""
 
     kind: str
     layers: tuple[LayerWidths, ...]

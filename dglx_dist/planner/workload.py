@@ -435,7 +435,7 @@ def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSiz
 
 
 def _join_cache_hits(ranks: Sequence[Mapping[str, Any]]) -> CacheHits:
-    """Add up a cache's hits over all ``ranks``. The bytes are those of the largest cache."""
+    """Add up a cache's hits over all ``ranks``. The bytes are taken from the largest cache."""
     fields = dict(ranks[0])
     for name in ("hits", "once_rows"):
         fields[name] = sum(rank[name] for rank in ranks)

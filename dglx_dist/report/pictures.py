@@ -32,7 +32,7 @@ from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, for
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
-    """Return the share of the transfer time, or of the workers' task time, in which the rank also computed.
+    """Return how much of the transfer time the rank also computed, as a share. Or the workers' task time.
 
     A rank's time is that in which at least one span in ``row`` runs, summed over the ranks. Waiting is not
     computing. None without such spans.
@@ -101,7 +101,7 @@ def _find_window(
 ) -> tuple[float, float]:
     """Return when the batches ``first`` to ``last`` begin and end, in seconds, with a small margin.
 
-    ``rows`` are the rows whose spans count. None: all rows.
+    Only spans in ``rows`` count. None: in all rows.
     """
     begins_s = []
     ends_s = []

@@ -153,8 +153,8 @@ def draw_split_codes(
 
     Each split gets its exact share of the ``num_labelled`` True values. Shares that sum to 1 leave no row
     out. All subsets with that size are equally likely, and the result does not depend on how large the pieces
-    are. Each block of labelled rows gets its part of each split by a hypergeometric draw, and is then
-    permuted.
+    are. For each block of labelled rows, a hypergeometric draw decides how many go to each split. The block
+    is then permuted.
     """
     if num_labelled >= _MAX_DRAWN:
         raise ConfigError(

@@ -295,7 +295,7 @@ def _move(
         for e in range(indptr[u], indptr[u + 1]):
             links[part[indices[e]]] += 1
 
-        # Of the parts with equally many neighbours, the one whose excess grows least is the best.
+        # Among the parts with equally many neighbours, the best is the one with the least growth in excess.
         best, best_links, best_burden = -1, np.int64(-1), 0.0
         for p in range(num_parts):
             burden = _compute_excess(loads[:, p], capacity[:, p], matrix[u], 1.0)

@@ -28,7 +28,7 @@ from dglx_dist.registry import suggest_name
 
 MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
 COUNT_EDGES = ("degree", "etype")
-"""Constraints whose weights count edges."""
+"""Constraints with weights that count edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ def assign_parts(
 
 
 def concatenate_owners(graph: RawGraph, assignment: Assignment) -> Array:
-    """Return (N,) int32 owners for the nodes of all types, in the order of ``graph.num_nodes``."""
+    """Return (N,) int32 owners for all node types, in the order of ``graph.num_nodes``."""
     owners = [np.empty(0, np.int32)]
     for ntype in graph.num_nodes:
         owners.append(np.asarray(assignment.part_of[ntype], dtype=np.int32))

@@ -152,7 +152,7 @@ class Survey:
     feature_bytes: int
     """(8 + F s) bytes for each remote row."""
     sampling_bytes: int
-    """8 bytes per remote node whose in-edges are read, and 24 per edge. 0 if ranks have all edges."""
+    """8 bytes per remote node with in-edges to read, and 24 per edge. 0 if ranks have all edges."""
     label_bytes: int
     gradient_bytes: int
     """2 (W - 1) (|theta| s + one flag with s bytes for each parameter tensor) bytes per step."""
@@ -179,7 +179,7 @@ class CacheHits:
     once_rows: int = 0
     """Rows fetched before the first epoch, by all ranks."""
     server_bytes: int = 0
-    """Bytes of the cache that the ranks of a server share."""
+    """Cache bytes that the ranks on a server share."""
     rank_bytes: int = 0
     """Cache bytes per rank. They include the tables and drawn batches that a cache with look-ahead needs."""
 
@@ -190,7 +190,7 @@ LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWork:
-    """Work of one epoch of mini-batches."""
+    """Work that one epoch with mini-batches causes."""
 
     survey: Survey
     largest: LayerCounts
@@ -341,7 +341,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Bytes and memory of an epoch of a candidate."""
+    """Bytes and memory that a candidate needs for an epoch."""
 
     traffic: Traffic = Traffic(exact=False)
     memory: int = 0

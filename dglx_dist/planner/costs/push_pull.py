@@ -35,7 +35,7 @@ _SUMS = (FORWARD, BACKWARD)
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLayer:
-    """Sizes of the convolution on the features, and of the other parameters."""
+    """Sizes of the convolution on the features, and sizes of the other parameters."""
 
     sum_width: int
     """H, columns in the sum over the parts for each destination, over all heads."""
@@ -140,7 +140,7 @@ class PushPullCosts(CostModel):
 
 
 def _reads_trained_rows(counts: EpochCounts) -> bool:
-    """Tell whether layer 1 reads nodes whose type has no features."""
+    """Tell whether layer 1 reads nodes that have no features because of their type."""
     widths = counts.shape.feature_widths
     first_layer = counts.mini_batches.survey.first_layer
     if widths is None or first_layer is None:
