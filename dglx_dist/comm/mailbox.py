@@ -14,7 +14,7 @@ from dglx_dist.errors import DglxError
 from dglx_dist.records import Array
 
 _CHECK_EVERY_S = 1.0
-"""Seconds between two probes for the ranks that a rank waits for."""
+"""A rank that waits for others probes them at this interval, in seconds."""
 
 MAX_AHEAD = 1 << 16
 """Most rounds by which a message may be early. It limits the memory for early messages."""

@@ -35,7 +35,7 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.internals.pytorch import TCPStore
 
 _CHECK_EVERY_S = 1.0
-"""Seconds between two probes for the ranks that a rank waits for."""
+"""A rank that waits for others probes them at this interval, in seconds."""
 _LOCAL_STORE_TIMEOUT_S = 10.0
 """Seconds to wait for a local launcher's store, which starts before the ranks unless it was killed."""
 _FIRST_ERROR = "first_error"

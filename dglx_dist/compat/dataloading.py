@@ -218,8 +218,8 @@ class _Loader(_Epochs):
 class DistNodeDataLoader(_Loader):
     """Yields ``(input_nodes, output_nodes, blocks)``.
 
-    **Every rank must construct it**, with its own nodes or none. Ranks that do so wait for those that do not,
-    and an error names the missing ranks after the time-out. Each rank then iterates at its own pace and stops
+    **Every rank must construct it**, with its own nodes or none. A rank waits here until all have done so,
+    and after the time-out an error names the missing ones. Each rank then iterates at its own pace and stops
     when it has no more nodes, as with DGL. After a model was wrapped by ``dglx_dist.wrap``, all ranks iterate
     together and take equally many steps.
 

@@ -1,4 +1,4 @@
-"""Count an epoch, by one process or by a job's ranks, and measure the model's and the links' speed."""
+"""Count an epoch, by one process or by a job's ranks, and measure how fast the model and the links are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Count the bytes and work that an epoch with mini-batches needs, and collect statistics of graphs.
 
 Training draws its batches by seed, epoch and global id, so one process can build every rank's batches. The
-bytes that follow from them are exactly those that the run sends.
+bytes computed from them are exactly the bytes that the run sends.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, for
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
-    """Return how much of the transfer time the rank also computed, as a share. Or the workers' task time.
+    """Return the share of transfer time in which the rank also computed, summed over the ranks.
 
-    A rank's time is that in which at least one span in ``row`` runs, summed over the ranks. Waiting is not
-    computing. None without such spans.
+    With the workers' ``row``, it is their task time instead of transfer time. Waiting is not computing.
+    Return None if no span is in ``row``.
     """
     busy_s = 0.0
     overlap_s = 0.0

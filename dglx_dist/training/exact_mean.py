@@ -54,8 +54,8 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
             once.
 
     Raises:
-        ConfigError: On all ranks, if the step's number of seeds is unknown, because no batch from a loader
-            went through the wrapped model, or if a value on some rank is wrong.
+        ConfigError: On all ranks, if a value on some rank is wrong, or if no batch from a loader went through
+            the wrapped model. Then the step's number of seeds is unknown.
     """
     session = current_session()
     problem = _check_number("count", count, minimum=0.0)

@@ -292,7 +292,7 @@ def build_relational(
     out_types: Sequence[str] | None,
     **options: Any,
 ) -> RelationalModel:
-    """Build the ready-made model for several types that ``config`` names, with its and further ``options``."""
+    """Build the ready-made model for several types that ``config`` names. ``options`` add to its own."""
     kind = KINDS[config.model]
     options |= {name: getattr(config, name) for name in kind.options}
     options |= {"layers": config.layers, "out_types": out_types}

@@ -208,8 +208,8 @@ def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
 def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     """Read the tables and write a dataset with one part atomically. One process calls this function.
 
-    Only pieces are in memory: of tables, and buckets with ids and edges, but no array over all nodes or
-    edges. Temporary files take about three times the edges, beside the dataset.
+    Memory holds pieces of tables, and buckets with ids and edges, but no array over all nodes or edges.
+    Temporary files take about three times the edges, beside the dataset.
 
     Raises:
         ConfigError: If the memory limit is too small for the program or one sort, a transform's setting is

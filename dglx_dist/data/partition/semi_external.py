@@ -35,7 +35,7 @@ _ROUNDS = 64
 _ROUNDS_BEFORE_MARKS = 8
 """Rounds after which ranks exchange which nodes have moved neighbours."""
 _TOLERANCE = 0.6
-"""How much of the tolerance clusters, and parts made from clusters, may use. Refinement needs what remains."""
+"""Share of the tolerance that clusters, and parts made from them, may use. Refinement needs the rest."""
 _MIN_SHRINKING = 0.95
 _NODE_BYTES = 40
 """Memory per node on one level."""
