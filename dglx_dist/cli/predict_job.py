@@ -48,7 +48,7 @@ _MODEL_OPTIONS = (
     "embeddings",
     "seed",
 )
-"""Options, beside ``ModelConfig``, that a run's model depends on."""
+"""Options that a run's model depends on, in addition to ``ModelConfig``."""
 _TRAINABLE_ROWS = (
     "{} have trainable rows, which are only in checkpoints. Predict all nodes with `dglx train --predictions "
     "DIR`."

@@ -386,7 +386,7 @@ class Session:
     model_share: StepShare | None = field(default=None, init=False)
     """Share with which the last wrapped model that ran forward weighs this rank's loss."""
     timeline: Timeline = field(default_factory=Timeline, init=False)
-    """Spans of this rank's work. It is off until it is started."""
+    """Timeline for this rank's spans. It is off until it is started."""
     before_close: list[Callable[[], None]] = field(default_factory=list, init=False)
     """Functions that :meth:`close` calls first to finish outstanding work, unless the session failed."""
     on_close: list[Callable[[], None]] = field(default_factory=list, init=False)
@@ -881,9 +881,7 @@ T = TypeVar("T", bound="Shared")
 
 
 class Shared:
-    """Base class for objects that a deep copy shares with the original, because a model may refer to its
-    graph.
-    """
+    """Base class for objects that deep copies share, because a model may refer to its graph."""
 
     def __deepcopy__(self: T, memo: Mapping[int, object]) -> T:
         return self

@@ -1,4 +1,4 @@
-"""Offer DGL's distributed loaders and sampling functions on top of ours."""
+"""Offer DGL's distributed loaders and sampling functions, which wrap this package's loaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -274,7 +274,7 @@ def _open(g: InnerDistGraph) -> OpenedStrategy:
 
 
 def _options(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Translate options for DGL's loader to options for ours."""
+    """Translate options for DGL's loader to options for this package's loader."""
     options = dict(kwargs)
     queue_size = options.pop("queue_size", None)
     if queue_size is not None:
@@ -284,7 +284,7 @@ def _options(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
 
 
 def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate options for our edge loader. The script's functions get and return DGL's edge ids."""
+    """Translate options for an edge loader. The script's functions get and return DGL's edge ids."""
     exclude = kwargs.get("exclude")
     reverse_eids = None
     if exclude == "reverse_id":

@@ -1,4 +1,4 @@
-"""Offer DGL's ``DistGraph`` on top of ours."""
+"""Offer DGL's ``DistGraph``, which wraps this package's graph."""
 
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -166,9 +166,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
     ) -> dgl.DGLGraph:
-        """Return a graph with only these edges, with ``dgl.EID``, and with ``dgl.NID`` if nodes are
-        relabelled.
-        """
+        """Return a graph with only these edges, and ``dgl.EID``. Relabelled nodes have ``dgl.NID``."""
         if not store_ids:
             raise ConfigError("edge_subgraph always stores the ids. Leave store_ids out.")
 

@@ -1,4 +1,7 @@
-"""Offer DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient`` on top of ours."""
+"""Offer DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient``.
+
+They wrap this package's tensors, embeddings and store.
+"""
 
 from __future__ import annotations
 
@@ -418,7 +421,10 @@ def _init_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @final
 class DistEmbedding(Wrapper, of=InnerDistEmbedding):
-    """Trainable rows, initially zero, with DGL's arguments. ``.inner`` is ours. Creation is collective."""
+    """Trainable rows, initially zero, with DGL's arguments. Creation is collective.
+
+    ``.inner`` is this package's embedding.
+    """
 
     inner: InnerDistEmbedding
 

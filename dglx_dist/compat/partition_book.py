@@ -1,4 +1,4 @@
-"""Offer DGL's partition books and policies on top of ours."""
+"""Offer DGL's partition books and policies, which wrap this package's."""
 
 import functools
 import inspect
@@ -216,9 +216,7 @@ def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
 
 
 def find_book_graph(book: PartitionBook | None) -> DistGraph:
-    """Return the open graph that ``book`` describes. It may be read from a file. None stands for the only
-    graph.
-    """
+    """Return the open graph that ``book``, which may come from a file, describes. None: the only graph."""
     graphs = _open_graphs()
     matching = graphs
     if book is not None:

@@ -85,8 +85,9 @@ def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
 
 
 def _find_shortage(cost: Cost, device_bytes: int, counts: EpochCounts) -> str:
-    """Say which memory is too small for a rank, or return "". A GPU holds ``device_bytes`` of
-    ``cost.memory``.
+    """Say which memory is too small for a rank, or return "".
+
+    ``device_bytes`` is how much of ``cost.memory`` is on a GPU.
     """
     cluster = counts.cluster
     # The ranks on a server map the shared bytes together, so each rank pays for its share.

@@ -68,8 +68,9 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
 
 
 def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
-    """Render the page. ``plotly`` is the source text of plotly.js. Only that and the page's own script can
-    run.
+    """Render the page.
+
+    ``plotly`` is the source text of plotly.js. Only that and the page's own script can run.
     """
     title = escape(", ".join(runs))
     summaries: dict[str, Values] = {}

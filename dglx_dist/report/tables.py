@@ -337,10 +337,9 @@ def build_summary_table(summary: Mapping[str, object]) -> Table:
 
 
 def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Compute mean and sample standard deviation for the metrics that all runs have, and list each run's
-    metrics.
+    """Compute each metric's mean and sample standard deviation over runs, and list each run's metrics.
 
-    A single run has None as its deviation.
+    Only metrics that all runs have are averaged. A single run has None as its deviation.
     """
     metrics: dict[str, dict[str, float]] = {}
     for run, summary in summaries.items():

@@ -136,10 +136,10 @@ def write_edges(
 
 
 def _make_edge_table(columns: Mapping[str, Tensor], texts: Mapping[str, pa.Array]) -> pa.Table:
-    """Build a table from the columns. If a column is in ``texts``, its numbers are replaced by the entries
-    there.
+    """Build a table from the columns.
 
-    A matrix becomes a column with lists, without the missing destinations at the end of each row.
+    If ``texts`` has a column's name, its entries replace the column's numbers. A matrix becomes a column with
+    lists, without the missing destinations at the end of each row.
     """
     is_candidate = columns["best_scores"] > -math.inf
     list_ends = is_candidate.sum(1).cumsum(0).numpy()

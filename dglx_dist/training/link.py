@@ -87,9 +87,10 @@ def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
 def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
     """Find the types with each target's reverse edges, whatever their names. Every rank must call this.
 
-    A type between the swapped node types is one if its name says so, such as ``NAME-rev``, or if most edges
-    in the smaller type are reverse edges of the other type's. Two targets on one node type are compared by
-    name only, because a knowledge graph has too many pairs. A warning names types with fewer such edges.
+    A type between the swapped node types is a reverse type if its name says so, such as ``NAME-rev``.
+    Otherwise it is one if most edges in the smaller type have a reverse edge in the other type. Two targets
+    on one node type are compared by name only, because a knowledge graph has too many pairs. A warning names
+    types with fewer such edges.
     """
     reverse_types: dict[EdgeType, list[EdgeType]] = {etype: [] for etype in targets}
     for etype in targets:

@@ -307,7 +307,7 @@ class RGCN(RelationalModel, SplitsTypes):
     ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. A relation
     without edges into a destination contributes nothing to it.
 
-    Args beside those in :class:`RelationalModel`:
+    Args, in addition to those in :class:`RelationalModel`:
         out_dim: Width of the result.
         num_bases: How many weight matrices relations share and mix. None: each relation has its own.
         dropout: Probability, after the activation between layers.
@@ -388,9 +388,7 @@ class RGCN(RelationalModel, SplitsTypes):
     def sum_relations(
         self, depth: int, block: Any, h: Rows, num_dst: Mapping[str, int], *, bias: bool = True
     ) -> Tensor:
-        """Return own rows plus the means over all relations, type by type. Types that ``h`` lacks add
-        nothing.
-        """
+        """Return own rows plus the means over all relations, type by type. Types not in ``h`` add nothing."""
         linears: Any = self.own[depth]
         own_rows = []
         for ntype, count in num_dst.items():
@@ -568,7 +566,7 @@ def _find_destinations(degree: Tensor) -> Tensor:
 class HGT(RelationalModel):
     """Heterogeneous graph transformer (Hu et al. 2020): ``dgl.nn.HGTConv`` layers, then a linear layer.
 
-    Args beside those in :class:`RelationalModel`:
+    Args, in addition to those in :class:`RelationalModel`:
         out_dim: Width of the result. ``hidden`` is the width over all heads together.
         heads: Number of attention heads. Must divide ``hidden``.
         dropout: Probability inside the convolutions.

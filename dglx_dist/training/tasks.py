@@ -39,8 +39,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) -> tuple[str, int]:
-    """Find out the task that ``ntype`` labels are for, and the width of a model's scores. All ranks call
-    this.
+    """Find the task that ``ntype`` labels are for, and the width of a model's scores. All ranks call this.
 
     The width is 0 for classification, because ``g.num_classes`` has it. ConfigError if the labels do not fit
     the task.

@@ -16,7 +16,7 @@ from dglx_dist.data.validate import column_error, describe_repeated_id, first_re
 from dglx_dist.records import Array
 
 _TABLE_BYTES = 96
-"""Approximate bytes per id for a hash table and sorted copies, beside the id itself."""
+"""Approximate bytes per id for a hash table and sorted copies, in addition to the id itself."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -182,13 +182,12 @@ _Labelling: TypeAlias = tuple[Array, Array, Array, Array]
 def _propagate(
     graph: SymmetricGraph, labelling: _Labelling, ranks: Ranks, *, key: np.uint64, refining: bool
 ) -> None:
-    """Move each node to the label that most neighbours have. Labels and loads change equally on all
-    ``ranks``.
+    """Move each node to the label that most neighbours have. All ``ranks`` make the same moves.
 
     Nodes are swept in streams, which are id ranges with equally many neighbours. A round takes a block of
     consecutive nodes from each stream. A node sees the moves in its own block. In other blocks it sees the
     state before the round. Then all moves that no limit forbids are made in id order. So the result does not
-    depend on which rank sweeps which streams.
+    depend on which rank sweeps which streams. Labels and loads change equally on all ranks.
 
     Args:
         graph: The graph to sweep.

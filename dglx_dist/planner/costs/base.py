@@ -52,9 +52,7 @@ class Work(ABC):
         """Return the counts of all ranks, or None if counting takes too long. Every rank must call this."""
 
     def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
-        """Return the blocks that the busiest rank computes in a step, and the steps per epoch. None by
-        default.
-        """
+        """Return the blocks of the busiest rank's step, and the steps per epoch. None by default."""
         return None
 
 
@@ -131,11 +129,11 @@ class TypedCounts:
 
     batches: int
     sources: Mapping[str, int]
-    """L0 by node type."""
+    """Source rows, L0, by node type."""
     targets: Mapping[str, int]
-    """D1 by node type."""
+    """Destinations, D1, by node type."""
     edges: Mapping[EdgeType, int]
-    """E1 by edge type."""
+    """Edges, E1, by edge type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +148,7 @@ class Survey:
     edges: int
     seeds_per_rank: list[int]
     feature_bytes: int
-    """(8 + F s) bytes for each remote row."""
+    """(8 + F s) bytes per remote row: its id, and F features with s bytes each."""
     sampling_bytes: int
     """8 bytes per remote node with in-edges to read, and 24 per edge. 0 if ranks have all edges."""
     label_bytes: int
@@ -330,7 +328,7 @@ class Traffic:
     """Whether a run's ledger shows the same bytes. Otherwise the bytes are estimates."""
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds that an epoch sends on the slower links, either between servers or within them.
+        """Return how long an epoch's bytes take on the slower links, either between servers or within them.
 
         All servers send at the same time, so each needs only its share of the seconds.
         """
