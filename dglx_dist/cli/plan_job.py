@@ -41,7 +41,7 @@ _DEFAULT_RATE = "1gbit"
 _MAX_FOREIGN_CORES = 0.3
 """Cores that other programs may use while the model is timed, without a warning."""
 _EPOCH = 1
-"""Which epoch is counted. The first one only warms the caches."""
+"""Counted epoch. The first one only warms the caches."""
 
 
 def read_constraints(plan: PlanConfig) -> ChoiceOptions:

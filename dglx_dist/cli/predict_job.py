@@ -54,7 +54,7 @@ _TRAINABLE_ROWS = (
     "DIR`."
 )
 _MAX_SINGLE_NODES = 20_000
-"""Most nodes that are computed by their neighbourhoods. For more, all nodes are computed."""
+"""Maximum number of nodes to compute by their neighbourhoods. For more, all nodes are computed."""
 
 
 def predict_nodes(config: PredictConfig) -> int:

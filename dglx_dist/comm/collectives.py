@@ -23,7 +23,7 @@ from dglx_dist.errors import ConfigError, DatasetError, DglxError, PeerError, St
 from dglx_dist.records import Array
 
 _MAX_STATUS_CHARS = 100
-"""Longest status that a rank reports. Other ranks compare it with their own."""
+"""Maximum length of the status that a rank reports. Other ranks compare it with their own."""
 
 T = TypeVar("T")
 

@@ -90,9 +90,9 @@ class RankDevice:
     card: str = ""
     """The GPU's identity, or "" for the CPU."""
     why: str = ""
-    """Why the device is the CPU, or "" if it was requested or the device is a GPU."""
+    """Reason for the CPU, or "" if it was requested or the device is a GPU."""
     problem: str = ""
-    """Why the rank does not have its requested device, or ""."""
+    """Reason if the rank does not have its requested device, or ""."""
 
 
 def take_device(device: object, local_rank: int, variable: str | None = None) -> RankDevice:

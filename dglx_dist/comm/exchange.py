@@ -282,7 +282,7 @@ DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
 
 _ADVICE = f"run the same layers on all ranks; {CALL_ALIKE}"
 _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
-"""When each message in one exchange arrived, its name and its bytes."""
+"""Arrival time, name and bytes of each message in one exchange."""
 
 
 @final
@@ -296,7 +296,7 @@ class _Inbox:
         self._session = session
         self._lock = threading.Lock()
         self.expected = Counter[int]()
-        """How many messages this rank has waited for, by sender."""
+        """Messages that this rank has waited for, by sender."""
         self._sent = Counter[int]()
         # A mailbox exists until its wait function is dropped.
         self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived]
@@ -405,7 +405,7 @@ _HEADER = struct.Struct("!4sQQ64s")
 """Magic, the message's number in the sequence to this peer, payload size in bytes, name."""
 MAX_NAME = 64
 _RECEIVE_BYTES = 1 << 20
-"""Largest read at a time, so that no connection starves the others."""
+"""Maximum bytes per read, so that no connection starves the others."""
 
 
 def send_message(connection: socket.socket, header: bytes, message: Outgoing) -> Iterator[None]:

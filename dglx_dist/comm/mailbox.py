@@ -17,7 +17,7 @@ _CHECK_EVERY_S = 1.0
 """A rank that waits for others probes them at this interval, in seconds."""
 
 MAX_AHEAD = 1 << 16
-"""Most rounds by which a message may be early. It limits the memory for early messages."""
+"""Maximum number of rounds by which a message may be early. It limits the memory for early messages."""
 
 M = TypeVar("M")
 

@@ -50,7 +50,7 @@ _SLOW_OPERATION_S = 2e-3
 run on a worker thread. Other operations run on the serving thread, which saves two thread switches."""
 
 _NUM_WORKERS = 2
-"""How many worker threads run slow handlers. With two, one slow handler does not block the next."""
+"""Worker threads for slow handlers. With two, one slow handler does not block the next."""
 
 _PROVE = "cluster.prove"
 """First call on a connection, with number 0. The server proves that it knows the key."""

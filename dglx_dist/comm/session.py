@@ -154,7 +154,7 @@ NEXT_BATCH = "the next batch"
 _END = "the end of the session"
 """A rank's status while it waits at the end of the session."""
 _APART_AFTER = 3
-"""How many consecutive probes find ranks that wait for each other, until a warning is logged."""
+"""Consecutive probes that find ranks waiting for each other, until a warning is logged."""
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_AT_END_TIMEOUT_S = 2.0
 _CHECKPOINT_TIMEOUT_S = 10.0

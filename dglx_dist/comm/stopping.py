@@ -194,12 +194,12 @@ class StopPoint:
         self.is_over = False
         """Whether training has stopped since somebody asked."""
         self._num_passed = 0
-        """How many points training has passed."""
+        """Number of points that training has passed."""
         self._holds = False
         """Whether training waits at its next point until rank 0 names the point to stop at."""
         self._stop_at = _NOWHERE
         self._num_decisions = 0
-        """How often rank 0 has named a point, or none."""
+        """Number of times that rank 0 has named a point, or none."""
         self._changed = threading.Condition()
         self._coordinates = threading.Lock()
         """Lock that rank 0 holds while it asks the ranks."""

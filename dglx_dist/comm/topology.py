@@ -1,4 +1,4 @@
-"""Which ranks and servers a job has, and its launch settings, which are read from the environment."""
+"""Ranks and servers of a job, and its launch settings, which are read from the environment."""
 
 import json
 import os
@@ -71,14 +71,14 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks meet, and the launcher's facts about machines."""
+    """Address at which the ranks meet, and the launcher's facts about machines."""
 
     host: str
     port: int
     hosted_by_agent: bool
     """Whether the launcher hosts the store. Otherwise rank 0 does."""
     attempt: int
-    """How often the launcher has restarted, which separates the keys of attempts."""
+    """Number of restarts by the launcher, which separates the keys of attempts."""
     job: str
     """Name that the launcher uses for the job."""
     num_nodes: int

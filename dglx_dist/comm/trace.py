@@ -247,12 +247,12 @@ class RankSpans:
     clock_error_s: float = 0.0
     """Largest error in these times relative to rank 0."""
     dropped: int = 0
-    """How many spans were dropped because of the limit."""
+    """Spans that were dropped because of the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFile:
-    """What a trace file contains."""
+    """Content of a trace file."""
 
     ranks: tuple[RankSpans, ...]
     """Spans by rank."""

@@ -29,7 +29,7 @@ INLINE_BYTES = 1024
 """Arrays up to this size are sent in the head, which saves a frame each way."""
 MAX_HEAD_BYTES = 64 * 1024 + MAX_ARRAYS * INLINE_BYTES
 FRAME_BYTES = 4 << 20
-"""Largest frame. Each arriving frame shows that the connection lives."""
+"""Maximum size of a frame. Each arriving frame shows that the connection lives."""
 _COPY_BYTES = 1 << 20
 """Arrays up to this size are copied into the message. pyzmq returns zero-copy buffers through another thread,
 which costs more than one such copy.
@@ -57,7 +57,7 @@ class WireError(DglxError):
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     REQUEST = 1
     REPLY = 2

@@ -41,7 +41,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """
 
     _unusual = ""
-    """Why homogeneous ids would differ from DGL's, or an empty text."""
+    """Reason if homogeneous ids would differ from DGL's, or an empty text."""
     global_nid_dtype = global_eid_dtype = torch.int64
 
     def __init__(

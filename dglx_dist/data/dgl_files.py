@@ -34,7 +34,7 @@ _MEMORY = 2 << 30
 _IDLE_TIMEOUT_S = 20.0
 """Time without a request after which the child process ends."""
 _LAST = b"\t\n"
-"""How the last answer ends."""
+"""Marker at the end of the last answer."""
 _LOCK = threading.Lock()
 _PROGRAM = """
 import json, sys

@@ -38,7 +38,7 @@ LIBRARY_BYTES = 48 * 2**20
 PROGRAM_BYTES = 192 * 2**20
 """Approximate memory for Python and its libraries, including :data:`LIBRARY_BYTES`. Used in messages."""
 BUDGET_SHARES = 6
-"""How many shares the budget has. A bucket takes one share."""
+"""Shares of the budget. A bucket takes one share."""
 MIN_WORK_BYTES = 24 * 2**20
 """Minimum budget beside the program itself. With less memory the pieces become too small."""
 
@@ -649,7 +649,7 @@ def concatenate_chunks(
 
 
 SHOWN_FROM = 1_000_000
-"""Fewest values or nodes for which progress is shown."""
+"""Minimum number of values or nodes for which progress is shown."""
 _KEY, _LOCK = "key.json", "lock"
 _SOURCE_STAGES = (
     *("arrays", "edges", "features", "generator"),

@@ -77,7 +77,7 @@ class _Sizes:
 
     @property
     def num_lines(self) -> int:
-        """How many node lines are read."""
+        """Node lines that are read."""
         return max(self.num_nodes, 0)
 
     @property

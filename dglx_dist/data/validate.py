@@ -13,7 +13,7 @@ from dglx_dist.records import LABEL, SPLITS, Array, Assignment, NodeColumn, RawG
 _LOG = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 16
 MAX_CLASSES = 1 << 24
-"""Most classes. A larger label is probably an id or a measurement."""
+"""Maximum number of classes. A larger label is probably an id or a measurement."""
 
 
 def check_raw_graph(graph: RawGraph, where: str) -> None:
@@ -300,7 +300,7 @@ def number_codes(graph: RawGraph, where: str) -> RawGraph:
 
 
 FEW_CLASSES, _REPEATS = 20, 4
-"""Fewest classes, and mean number of occurrences, for labels that are numbered as codes."""
+"""Minimum number of classes, and mean number of occurrences, for labels that are numbered as codes."""
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

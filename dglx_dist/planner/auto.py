@@ -91,7 +91,7 @@ class Training:
     batch_size: int | None = None
     epochs: int = 20
     num_layers: int = 0
-    """How many layers the model has. 0: one per fan-out, or 2 without fan-outs."""
+    """Number of layers. 0: one per fan-out, or 2 without fan-outs."""
     kind: str | None = None
     """Name of a ready-made model. None: derived from the model's convolutions."""
     hidden: int | None = None

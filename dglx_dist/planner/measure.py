@@ -50,7 +50,7 @@ _TIMED_BATCHES = 3
 _FIRST_BYTES = 32 * 1024
 _MAX_BYTES = 64 * 2**20
 _MIN_MEASUREMENT_S = 0.1
-"""How long a round must last to show the rate. The first round is ignored, because it begins with a burst."""
+"""Minimum length of a round. The first round is ignored, because it begins with a burst."""
 _ROUNDS = 3
 _EXCHANGE_NAME = "probe of the links"
 PROBE_PHASE = "link_probe"
@@ -63,7 +63,7 @@ class CountConfig:
 
     cluster: Cluster
     draws: Draws | None
-    """How mini-batches are drawn. None: mini-batches are not counted."""
+    """Parameters for mini-batches. None: mini-batches are not counted."""
     is_offered: Callable[[Candidate], bool] = lambda _: True
     """Tells whether a candidate is counted."""
     caches: bool = True
@@ -79,7 +79,7 @@ class CountConfig:
     ntype: str | None = None
     """Node type to train on. None: the only one."""
     num_edges: int | None = None
-    """How many edges are trained on. None: the training is on nodes."""
+    """Number of training edges. None: the training is on nodes."""
 
 
 def count(

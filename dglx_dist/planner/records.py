@@ -122,7 +122,7 @@ class GraphStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """How large a model is: its layers, input-most first, and its parameters."""
+    """Sizes of a model: its layers, input-most first, and its parameters."""
 
     kind: str
     layers: tuple[LayerWidths, ...]
@@ -166,7 +166,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """How the counted mini-batches are drawn."""
+    """Parameters by which the counted mini-batches are drawn."""
 
     fanouts: tuple[int, ...]
     """Fan-outs, input-most first. -1 means all."""
@@ -217,12 +217,12 @@ class Trial:
     high: float
     """Slowest turn."""
     steps: int
-    """How many steps were timed."""
+    """Number of timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What an epoch with a candidate costs: counted bytes, a memory formula, and measured seconds."""
+    """Costs that an epoch with a candidate has: counted bytes, a memory formula, and measured seconds."""
 
     candidate: Candidate
     compute_s: float = 0.0
@@ -244,9 +244,9 @@ class Prediction:
     device_memory_bytes: int = 0
     """Bytes within ``memory_bytes`` that lie on the GPU. 0 if ranks compute on CPUs."""
     why_not: str = ""
-    """Why the candidate is not feasible. Empty if it is feasible."""
+    """Reason if the candidate is not feasible, or empty."""
     not_tried: str = ""
-    """Why a running job did not try the candidate. Empty if it did, or if there were no trials."""
+    """Reason if a running job did not try the candidate. Empty if it did, or if there were no trials."""
     barred: str = ""
     """Option or sampler that would allow the candidate. Empty if the candidate is allowed."""
     note: str = ""
@@ -278,7 +278,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the chosen run measured, to compare with the prediction."""
+    """Measurements from the chosen run, to compare with the prediction."""
 
     epoch: int
     epoch_seconds: float

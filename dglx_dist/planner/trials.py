@@ -48,7 +48,7 @@ MAX_SHARE = 0.02
 _MIN_FIRST_TURN_S = 0.1
 """Minimum length of a first turn, in seconds."""
 _MIN_STEPS = 3
-"""Fewest steps in a first turn."""
+"""Minimum number of steps in a first turn."""
 _WARM_STEPS = 2
 """Steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND = 3
@@ -56,7 +56,7 @@ _MAX_ROUNDS = 4
 _CLEARLY = 1.2
 """Candidates slower by this factor are dropped at once. Epochs in the same run differ by a tenth."""
 _MIN_TRIED = 2
-"""How many candidates are always tried, however long it takes."""
+"""Candidates that are always tried, however long it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class TrialConfig:
     """The user's model. Each trial trains a copy."""
     num_layers: int
     draws: Draws | None
-    """How mini-batches are drawn. None: the training has no mini-batches."""
+    """Parameters for mini-batches. None: the training has no mini-batches."""
     batch_size: int
     """Target edges per rank and batch."""
     epochs: int
@@ -110,7 +110,7 @@ class _Contestant:
     seconds: list[float] = field(default_factory=list)
     """By turn, seconds per epoch."""
     steps: int = 0
-    """How many steps were timed."""
+    """Number of timed steps."""
 
     @property
     def steps_of_turn(self) -> int:

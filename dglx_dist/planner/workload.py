@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a cache must know about a batch's inputs, on a graph with one type."""
+    """Facts that a cache must know about a batch's inputs, on a graph with one type."""
 
     remote_ids: Array
     """(K,) int64 input nodes on other servers."""
@@ -467,7 +467,7 @@ def _scale_to_epoch(count: RankCount) -> RankCount:
 
 
 _MAX_EDGES = 2_000_000_000
-"""Most edges to follow, over ranks and hops. Above this limit, ``vip`` is not counted."""
+"""Maximum number of edges to follow, over ranks and hops. Above it, ``vip`` is not counted."""
 
 
 def count_batches(

@@ -25,7 +25,7 @@ _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
 _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|.*bytes_.*")
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 _MAX_BARS = 12
-"""Most candidates in a plan's figure."""
+"""Maximum number of candidates in a plan's figure."""
 _BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="generator" content="dglx report">"""
 

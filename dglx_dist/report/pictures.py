@@ -117,7 +117,7 @@ def _find_window(
 
 
 _MAX_LEGEND = 8
-"""Most servers that get a legend."""
+"""Maximum number of servers with a legend."""
 
 
 @contextmanager

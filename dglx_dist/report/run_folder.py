@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder contains."""
+    """Content of a run folder."""
 
     folder: Path
     config: Mapping[str, Any]

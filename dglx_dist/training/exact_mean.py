@@ -31,9 +31,9 @@ _NUMBER_LOSSES = (
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 )
 _MAX_MEANS = 8
-"""Most means in one loss."""
+"""Maximum number of means in one loss."""
 NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _session: deque(maxlen=_MAX_MEANS))
-"""How many terms all ranks had in the latest means."""
+"""Number of terms on all ranks, for each of the latest means."""
 _Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 

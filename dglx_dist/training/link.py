@@ -75,7 +75,7 @@ _GENERATED_MASKS: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionar
 _TYPE_SHIFT = np.int64(44)
 """Bits that a node id takes in a pair's key."""
 _REVERSE_NAMES = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
-"""How an edge type in the opposite direction is usually named."""
+"""Usual names for an edge type in the opposite direction."""
 
 
 def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
@@ -397,7 +397,7 @@ class RotatE(Decoder):
 
 
 _MAX_DIFFERENCES = 2**21
-"""Most differences that :meth:`RotatE.all_objects` holds at once."""
+"""Maximum number of differences that :meth:`RotatE.all_objects` holds at once."""
 
 DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
     "dot": lambda _num_relations, _width: DotProduct(),
@@ -552,7 +552,7 @@ index of the edge type in ``g.canonical_etypes``, source, destination, and rando
 """
 RankedEdges: TypeAlias = Mapping[tuple[str, str], Mapping[str, Tensor]]
 """Maps the node types at both ends to columns for Q edges, see :meth:`LinkEvaluation.test_edges`."""
-_NUM_BEST = 10  # most destinations that are listed for a test edge
+_NUM_BEST = 10  # maximum number of destinations that are listed for a test edge
 
 
 @final

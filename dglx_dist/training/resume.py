@@ -103,7 +103,7 @@ def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> s
 
 
 class Progress:
-    """What ``dx.fit`` keeps in a checkpoint's ``extra``. TypeError or ValueError: a value is invalid."""
+    """Values that ``dx.fit`` keeps in a checkpoint's ``extra``. Invalid ones raise TypeError or ValueError."""
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         best = extra.get("best")

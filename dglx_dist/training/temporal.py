@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 _NUM_CANDIDATES = 50
-"""How many random destinations each validation and test edge is ranked among."""
+"""Random destinations that each validation and test edge is ranked among."""
 
 
 @final

@@ -24,7 +24,7 @@ from dglx_dist.records import FEATURE, Array, ColumnInfo
 
 _STATISTIC_SETTINGS = ("max_val", "min_val", "sum", "mapping")
 MAX_CATEGORIES = 1 << 14
-"""Most distinct texts in a categorical column."""
+"""Maximum number of distinct texts in a categorical column."""
 _Text: TypeAlias = Annotated[str, Within(1)]
 _Number: TypeAlias = Annotated[float, Within(-1e308, 1e308)]
 _Numbers: TypeAlias = Annotated[tuple[_Number, ...], Within(1)]

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Ingested:
-    """What one ingestion returns."""
+    """Result of one ingestion."""
 
     manifest: Manifest
     description: Mapping[str, Any]

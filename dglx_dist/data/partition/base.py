@@ -143,7 +143,7 @@ class Partitioner(ABC):
     """Supported PartitionOptions fields. All others must have their default value."""
 
     max_constraints: ClassVar[int | None] = 1
-    """Most balance weights that it supports, or None for any number."""
+    """Maximum number of balance weights, or None for any number."""
 
     external: ClassVar[bool] = False
     """Whether :attr:`workspace` is used, so that a graph may be larger than the granted memory."""

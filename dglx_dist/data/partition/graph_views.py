@@ -420,7 +420,7 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
 NODE_BYTES = 32
 """Memory for each node while rows are written: row starts (twice), free positions and last positions."""
 _MAX_PASSES = 64
-"""Most row ranges. Each range needs a pass over all edges."""
+"""Maximum number of row ranges. Each range needs a pass over all edges."""
 
 
 def write_rows(

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 _SWEEPS = 5
 _STREAMS = 60
-"""How many node ranges are swept side by side and shared by ranks."""
+"""Node ranges that are swept side by side and shared by ranks."""
 _MIN_STREAM_NODES = 4096
-"""Fewest nodes in a range."""
+"""Minimum number of nodes in a range."""
 _ROUNDS = 64
 """Rounds in a sweep."""
 _ROUNDS_BEFORE_MARKS = 8

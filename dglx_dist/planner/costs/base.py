@@ -28,7 +28,7 @@ GRADIENTS = "gradients"
 """Ledger phase for summed gradients."""
 ID_BYTES = 8
 OPTIMIZER_COPIES = 2
-"""How many tensors Adam keeps, each as large as the parameters."""
+"""Tensors that Adam keeps per parameter, each as large as the parameter."""
 _BATCHES_AHEAD = 1
 ALLOCATOR_OVERHEAD = 1.3
 """Held memory relative to memory in use. Each thread keeps freed memory for the next step."""
@@ -167,7 +167,7 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHits:
-    """What a cache for remote rows saves and costs."""
+    """Savings and cost of a cache for remote rows."""
 
     policy: str
     alpha: float
@@ -351,7 +351,7 @@ class Cost:
     note: str = ""
     """Remark for tables."""
     why_not: str = ""
-    """Why the candidate is not feasible. Empty if it is feasible."""
+    """Reason if the candidate is not feasible, or empty."""
 
 
 class CostModel(ABC):

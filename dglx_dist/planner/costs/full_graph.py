@@ -117,7 +117,7 @@ class FullGraphScheme(Work):
     """Plans and batches when training on a whole graph."""
 
     hops: int
-    """How many layers a server computes without rows from other servers."""
+    """Layers that a server computes without rows from other servers."""
     eas: EasOptions | None = None
     """Limits for the external neighbourhood. None: it has no limit."""
     cooperative_batches: int = 1

@@ -62,7 +62,7 @@ class HaloPairs(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class HaloCounts:
-    """What :class:`HaloPairs` counted."""
+    """Counts from :class:`HaloPairs`."""
 
     outside: int
     inside: int
@@ -104,7 +104,7 @@ def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Top
 
 @dataclass(frozen=True, kw_only=True)
 class PartSizes:
-    """How large a graph and its parts are."""
+    """Sizes of a graph and its parts."""
 
     nodes: int
     edges: int
