@@ -170,7 +170,7 @@ class ZapAuthenticator:
         self._requests.send_multipart([version, request_id, b"400", b"not of this job", b"", b""])
 
     def _accepts(self, mechanism: bytes, proofs: list[bytes]) -> bool:
-        """Tell whether a handshake proves that the peer belongs to this job. A nonce is accepted once."""
+        """Return whether a handshake proves that the peer belongs to this job. A nonce is accepted once."""
         credentials = self._credentials
         if credentials.secret_key is not None:
             is_curve = mechanism == b"CURVE" and len(proofs) == 1

@@ -356,7 +356,7 @@ def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
 
 
 def _are_equal_up_to_rounding(rows: Sequence[Tensor], session: Session) -> bool:
-    """Tell whether the sums over ``rows`` are nearly equal on all ranks. Every rank must call this."""
+    """Return whether the sums over ``rows`` are nearly equal on all ranks. Every rank must call this."""
     sums = gather_rows(torch.stack([_sum_in_three_ways(row) for row in rows]), session)
     magnitudes = sums[0, :, :1]
     return bool(((sums - sums[0]).abs() <= 1e-6 * magnitudes).all())

@@ -211,7 +211,7 @@ _EDGE_ORDER_ARRAYS = ("rel", "etype", "triple_split")
 
 
 def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
-    """Tell whether an array is converted: ids in other dtypes, integer features, and compressed rows."""
+    """Return whether an array is converted: ids in other dtypes, integer features, and compressed rows."""
     if name in ("src", "dst", "head", "tail"):
         return dtype not in (np.int32, np.int64)
     return name in _SPARSE or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")

@@ -519,7 +519,7 @@ def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _is_triple(words: Sequence[bytes]) -> bool:
-    """Tell whether a line looks like head, relation and tail instead of an edge with a number."""
+    """Return whether a line looks like head, relation and tail instead of an edge with a number."""
     if len(words) != 3:
         return False
     first, second, third = (bool(_NUMBER.fullmatch(word.strip())) for word in words)

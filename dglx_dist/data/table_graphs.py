@@ -126,7 +126,7 @@ def _list_names_of_type(ntype: str) -> tuple[str, str]:
 
 
 def is_node_id(name: str, ntype: str) -> bool:
-    """Tell whether a column's name in a node table suggests ids."""
+    """Return whether a column's name in a node table suggests ids."""
     return _simplify_name(name) in {*_ID_NAMES, *_list_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
 
 

@@ -142,7 +142,7 @@ def check_session_options(session: Session) -> None:
 
 
 def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
-    """Tell whether mini-batches are left out, because default fan-outs make them large in deep models."""
+    """Return whether mini-batches are left out, because default fan-outs make them large in deep models."""
     return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
 
 

@@ -30,7 +30,7 @@ def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
 
 
 def has_costs(candidate: Candidate) -> bool:
-    """Tell whether the strategy has a cost model."""
+    """Return whether the strategy has a cost model."""
     return candidate.strategy in COSTS.names()
 
 

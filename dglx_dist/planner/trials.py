@@ -241,7 +241,7 @@ class _Race:
                 self._drop(contestant)
 
     def _are_equal(self) -> bool:
-        """Tell whether at most one candidate is left, or all are timed and equally fast."""
+        """Return whether at most one candidate is left, or all are timed and equally fast."""
         if len(self.running) < 2:
             return True
         for contestant in self.running:
@@ -266,7 +266,7 @@ class _Race:
         self.predictions[index] = replace(self.predictions[index], trial=contestant.trial)
 
     def _is_over(self) -> bool:
-        """Tell whether the time for the choice is over, equally on all ranks."""
+        """Return whether the time for the choice is over, equally on all ranks."""
         # A choice needs at least two candidates.
         if self._num_opened < _MIN_TRIED:
             return False

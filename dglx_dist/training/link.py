@@ -79,7 +79,7 @@ _REVERSE_NAMES = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
 
 
 def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
-    """Tell whether ``candidate`` swaps the node types of ``etype`` and has a name like ``NAME-rev``."""
+    """Return whether ``candidate`` swaps the node types of ``etype`` and has a name like ``NAME-rev``."""
     is_swapped = (candidate[0], candidate[2]) == (etype[2], etype[0])
     return is_swapped and candidate[1] in [template.format(etype[1]) for template in _REVERSE_NAMES]
 

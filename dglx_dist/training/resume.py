@@ -103,7 +103,7 @@ def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> s
 
 
 class Progress:
-    """Values that ``dx.fit`` keeps in a checkpoint's ``extra``. Invalid ones raise TypeError or ValueError."""
+    """Values that ``dx.fit`` keeps in a checkpoint's ``extra``. TypeError or ValueError if invalid."""
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         best = extra.get("best")

@@ -115,7 +115,7 @@ def split_owned_rows(g: DistGraph, ntype: str) -> Iterator[slice]:
 
 
 def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
-    """Tell whether all labels on all ranks are 0 or 1. Every rank must call this."""
+    """Return whether all labels on all ranks are 0 or 1. Every rank must call this."""
 
     def count_other_values() -> int:
         count = 0

@@ -140,7 +140,7 @@ class PushPullCosts(CostModel):
 
 
 def _reads_trained_rows(counts: EpochCounts) -> bool:
-    """Tell whether layer 1 reads nodes that have no features because of their type."""
+    """Return whether layer 1 reads nodes that have no features because of their type."""
     widths = counts.shape.feature_widths
     first_layer = counts.mini_batches.survey.first_layer
     if widths is None or first_layer is None:
