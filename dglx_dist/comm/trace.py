@@ -399,7 +399,10 @@ def _make_event(span: Span, rank: int, thread: int, origin_s: float) -> dict[str
 
 
 def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
-    """Return the fewest lists of spans in which the spans are disjoint or, if ``nested``, nested."""
+    """Distribute spans over as few tracks as possible, so that they do not overlap on a track.
+
+    With ``nested``, a span may lie inside another one on the same track.
+    """
     tracks: list[list[Span]] = []
     open_until: list[list[float]] = []
 

@@ -216,9 +216,12 @@ class Fields:
         return [items.nested_fields(key) for key in items.mapping]
 
     def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
-        """Read a record with the dataclass ``kind``. If its ``repr`` omits a field, messages omit all values.
+        """Read this object as the dataclass ``kind``.
+
+        If a field is not in the dataclass's ``repr``, messages omit all values.
 
         Args:
+            kind: The dataclass.
             defaults: Whether fields with a default may be missing.
             readers: Functions that read a field by its name, for fields without a supported annotation.
         """

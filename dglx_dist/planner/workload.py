@@ -229,7 +229,7 @@ class _BatchCounter:
         self.first_edges = np.zeros(len(g.canonical_etypes), np.int64)
 
     def add(self, batch: MiniBatch) -> Inputs:
-        """Count ``batch``. Return its inputs that have the seeds' type."""
+        """Count ``batch``, and return its inputs with the seeds' type."""
         ntype = self._ntype
         input_ids = _by_type(batch.input_nodes, self._g)
         for name, ids in input_ids.items():

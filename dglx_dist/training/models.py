@@ -68,7 +68,9 @@ class SymmetricConv(SplittableConv):
         return {_NORM: target_factors[destination] * source_factors[source]}
 
     def _compute_norm_factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
-        """Return the norm's factors: (num_sources,) for the first sources and (D1,) for the targets."""
+        """Return the norm's factors: (num_sources,) for the first sources and (num_dst,) for the
+        destinations.
+        """
         weight = self.conv.weight
         in_degrees = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1)
         out_degrees = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1)
@@ -136,8 +138,8 @@ class Layered(nn.Module, ABC):
     def forward(self, blocks: Any, h: Any) -> Any:
         """Map (num_src, F) rows for the first block to (num_dst, C) scores for the last block's destinations.
 
-        ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError if their
-        number is different.
+        ``blocks`` are one per layer, input-most first, or one graph for all layers. Any other number of
+        blocks raises ConfigError.
         """
         if isinstance(blocks, dgl.DGLGraph):
             blocks = [blocks] * self.num_layers

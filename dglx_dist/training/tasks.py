@@ -180,9 +180,13 @@ def _weighted_cross_entropy(weights: Tensor, scores: Tensor, labels: Tensor) -> 
 def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     """Compute ``balanced`` class weights, (C,) float32. Every rank must call this.
 
-    For classification they are n / (C * n_c), where n_c of all n training nodes have class c, and 0 for a
-    class without any. For multilabel they are each column's number of zeros divided by its number of ones,
-    and 1 for a column without zeros or ones. ConfigError on all ranks if a training node has no class.
+    For classification, class c has the weight n / (C * n_c) if n_c of all n training nodes have it. A class
+    without training nodes has the weight 0.
+
+    For multilabel, a column's weight is the number of its zeros divided by the number of its ones. A column
+    without zeros or ones has the weight 1.
+
+    Raises ConfigError on all ranks if a training node has no class.
     """
     if task == REGRESSION:
         raise ConfigError("class weights need classes, but the task is regression. Remove the class weights.")

@@ -354,7 +354,7 @@ class LocalExchange:
 
 
 def build_blocks(plan: RankPlan | TypedPlan) -> list[Any]:
-    """Build blocks for all layers in ``plan`` that compute without the other ranks."""
+    """Build a block for each layer in ``plan``. The blocks compute without the other ranks."""
     blocks: list[Any] = []
     previous_layer = None
     layers: Sequence[HaloLayer | TypedLayer] = plan.layers
