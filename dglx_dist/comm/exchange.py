@@ -175,7 +175,7 @@ class Exchange(ABC):
 
 
 def _encode(codec: RowCodec, message: Outgoing, row_offset: int) -> Outgoing:
-    """Replace the rows in ``message`` by codes. Rows are encoded piece by piece while they are sent."""
+    """Return ``message`` with codes instead of rows. Rows are encoded piece by piece while they are sent."""
     codes = codec.empty(message.rows)
     pieces = message.pieces or iter(torch.split(message.rows, _ENCODED_ROWS))
 

@@ -334,7 +334,7 @@ def edge_split(
 
 
 def _mask(marked: Any, num_rows: int, type_name: object) -> Any:
-    """Mark the nonzero values in ``marked``, or all rows if ``marked`` has all ids."""
+    """Return a mask that marks the nonzero values in ``marked``, or all rows if it has all ids."""
     if len(marked) != num_rows:
         raise ConfigError(
             f"the mask has {len(marked)} values for {num_rows} rows of {type_name!r}. Pass one per row."

@@ -557,7 +557,11 @@ def _count_vip_hits(
 
 
 def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
-    """Mark the rows in ``vip`` caches as (N,) masks, by size and by server counted here. Collective."""
+    """Mark the rows in ``vip`` caches. Every rank must call this.
+
+    Returns:
+        (N,) masks by (server, size), for the servers counted here.
+    """
     masks: dict[tuple[int, float], Array] = {}
     if not alphas:
         return masks

@@ -104,9 +104,9 @@ def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor
 
 
 def _check_number(name: str, value: Any, minimum: float | None = None) -> str:
-    """Return an error message if ``value`` is not one number, or with ``minimum``, infinite or below it.
+    """Return an error message if ``value`` is not a single number, otherwise an empty text.
 
-    Return an empty text for a correct value.
+    With ``minimum``, the value must also be finite and at least ``minimum``.
     """
     allowed = "one number" if minimum is None else "one number, finite and at least 0"
     problem = f"{name}={_format_value(value)} must be {allowed}"

@@ -235,7 +235,7 @@ def assign_two_levels(
 
 
 def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace | None = None) -> RawGraph:
-    """Add int32 columns to ``graph`` that name the trainer for each node and for each edge's destination.
+    """Return ``graph`` with int32 columns that name the trainer of each node and of each edge's destination.
 
     Edge columns are memory-mapped from a stage in ``workspace``.
     """
