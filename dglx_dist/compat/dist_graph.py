@@ -193,7 +193,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Sample in-edges of nodes without ``exclude_edges``, which DGL 1.1.3 ignores."""
+        """Sample the in-edges of nodes. ``exclude_edges`` is ignored, as in DGL 1.1.3."""
         if exclude_edges is not None:
             exclude_edges = map_each_type(find_our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)

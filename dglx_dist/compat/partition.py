@@ -353,7 +353,11 @@ def _mask(marked: Any, num_rows: int, type_name: object) -> Any:
 
 
 def _find_graph(marked: Any, partition_book: RangePartitionBook | None) -> DistGraph:
-    """Find the open graph that a mask (if it is a DistTensor) or the book belongs to. Refuse two graphs."""
+    """Find the open graph that a mask or book belongs to.
+
+    A mask names its graph if it is a DistTensor. ConfigError if the mask and the book belong to different
+    graphs.
+    """
     if not isinstance(partition_book, RangePartitionBook | None):
         raise ConfigError(f"partition_book is a {type(partition_book).__name__}. Use g.get_partition_book().")
     book = None if partition_book is None else partition_book.inner

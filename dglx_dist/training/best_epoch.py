@@ -85,7 +85,7 @@ class WeightFiles:
         run_on_all_ranks(current_session(), write)
 
     def complete(self, epoch: int, best_epoch: int | None) -> None:
-        """Write the current weights, from ``epoch``, as the best if validation has written none."""
+        """Write the current weights, from ``epoch``, as the best ones if validation has written none."""
         folder = self._folder
         if folder is None or broadcast_json((folder / BEST_WEIGHTS).is_file(), current_session()):
             return

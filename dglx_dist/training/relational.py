@@ -418,7 +418,7 @@ class RGCN(RelationalModel, SplitsTypes):
         return rows.index_add(0, targets, torch.cat(products))
 
     def finish_layer(self, depth: int, block: Any, h: Rows, rows: Tensor, num_dst: Mapping[str, int]) -> Rows:
-        """Split the sums by type. Inner layers first apply residual connection, norm, activation and dropout."""
+        """Return the rows by type. Inner layers apply residual connection, norm, activation and dropout."""
         if depth == self.num_layers - 1:
             return _split_by_type(rows, num_dst)
         if self._residual and depth:
