@@ -193,7 +193,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Sample the in-edges of nodes. ``exclude_edges`` is ignored, as in DGL 1.1.3."""
+        """Sample in-edges of nodes, without the edges in ``exclude_edges``. DGL 1.1.3 samples them, too."""
         if exclude_edges is not None:
             exclude_edges = map_each_type(find_our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)

@@ -152,8 +152,8 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     The split is 80 / 10 / 10. An edge's side follows from the original ids at its two ends, so the split does
     not depend on how many parts and ranks there are. All edges between two nodes, in both directions, are on
     one side, including edges in the types that :func:`find_reverse_types` finds. If the dataset has masks,
-    reverse edges without a mask get their target's mask. Every other edge type gets a ``train_mask`` with
-    only ones.
+    reverse edges without a mask get their target's mask. Every other edge type gets a ``train_mask`` that is
+    all ones.
 
     Returns:
         Whether this or an earlier call added the masks. False: they belong to the dataset.
@@ -321,8 +321,7 @@ class DistMult(Decoder):
 class ComplEx(Decoder):
     """``Re(sum_i s_i r_i conj(o_i))`` on complex rows (Trouillon et al. 2016).
 
-    A row's first half has the real parts, the second half the imaginary parts. ConfigError if ``width`` is
-    odd.
+    A row's first half has the real parts, the second half the imaginary parts, so ``width`` must be even.
     """
 
     def __init__(self, num_relations: int, width: int) -> None:
@@ -341,8 +340,7 @@ class ComplEx(Decoder):
 class TransE(Decoder):
     """``margin - |s + r - o|``, with the sum of absolute values (Bordes et al. 2013).
 
-    Trainable rows and relations start within (margin + 2) / d, as in the code that RotatE's authors
-    published.
+    Trainable rows and relations start within (margin + 2) / d, as in the code by RotatE's authors.
     """
 
     def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
@@ -441,8 +439,7 @@ def score_pairs(
     Args:
         decoder: Decoder that scores the two ends of each edge.
         pair_graph: Graph with positives or with negatives that an edge loader yields.
-        h: (num_nodes, d) rows for the pair graph's nodes per node type, or a tensor if there is one node
-            type.
+        h: (num_nodes, d) rows by node type, or a tensor if the pair graph has one node type.
         etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
 
     Raises:
