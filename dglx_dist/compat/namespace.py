@@ -1,4 +1,4 @@
-"""List the names in ``dgl.distributed``, and :func:`install` their replacements."""
+"""List the names in ``dgl.distributed``, and replace them with :func:`install`."""
 
 import inspect
 import sys

@@ -78,7 +78,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
     @property
     def local_ntype_offset(self) -> list[int]:
-        """(types + 1) first ids per node type among the nodes in this rank's partition."""
+        """(types + 1) offsets: where each node type starts among the nodes in this rank's partition."""
         return self._offsets(map(self.inner.node_bounds, self.ntypes))
 
     @property
@@ -169,7 +169,7 @@ class EdgeIds:
     """Both numberings for one edge type, if the graph is in one part."""
 
     source: Array
-    """(E,) int64 id in DGL, equal to the source's id, for each of our edges."""
+    """(E,) int64 DGL id of each of our edges. It is the id that the edge had before partitioning."""
 
     @cached_property
     def ours(self) -> Array:
