@@ -14,14 +14,14 @@ __all__ = ["main", "run_command_line"]
 
 
 def main() -> None:
-    """Run ``dglx`` with the arguments of this process, and end the process."""
+    """Run ``dglx`` with this process's arguments, and end the process."""
     from dglx_dist.cli.app import app
 
     run_command_line(app, "dglx")
 
 
 def run_command_line(app: Callable[..., Any], program: str) -> None:
-    """Run ``app``, a ``typer.Typer``, with the arguments of this process, and end the process.
+    """Run ``app``, a ``typer.Typer``, with this process's arguments, and end the process.
 
     The exit code is 0, 2 for errors that the user can correct (one message, no traceback), or 1 for all
     others.

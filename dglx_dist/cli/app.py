@@ -1,4 +1,4 @@
-"""Commands of ``dglx`` and their help."""
+"""List the commands under ``dglx``, and their help."""
 
 from typing import Annotated
 
@@ -58,7 +58,7 @@ def root(
     """Partition a graph, train a model on it with many processes, and report the cost."""
 
 
-# The former name --patience of --early-stop still works.
+# --patience, the former name of --early-stop, still works.
 _RENAMED = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
 for command in (partition, ingest, inspect, plan, train, predict, report):
     app.command(no_args_is_help=True, context_settings=_RENAMED if command is train else None)(command)

@@ -1,4 +1,4 @@
-"""Console output, errors, and commands made from records of options."""
+"""Console output, errors, and commands made from option records."""
 
 import ctypes
 import inspect
@@ -27,14 +27,14 @@ C = TypeVar("C")
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 LAUNCHER, LAUNCHED = "--launcher", "--launched"
-"""Hidden flags of the launcher, and of ranks that leave showing their error to the launcher."""
+"""Hidden flags for the launcher, and for ranks that leave showing their error to the launcher."""
 
 
 def report_error(error: Exception, *, debug: bool) -> None:
     """Show one message on standard error, or a traceback with ``debug``.
 
-    Under torchrun, the error is also recorded for torchrun. The launcher of ``dglx train`` shows the first
-    error of all ranks, so its ranks print none.
+    Under torchrun, the error is also recorded for torchrun. The launcher that ``dglx train`` uses shows the
+    earliest error among all ranks, so its ranks print none.
     """
     is_rank = is_launched_by_torchrun()
     is_for_user = isinstance(error, DglxError)
@@ -95,7 +95,7 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> 
 
 
 def check_picture(picture: Path, option: str, example: str) -> None:
-    """Create the folder of ``picture``, the value of ``option``. Raise ConfigError if it is not writable."""
+    """Create the folder for ``picture``, the value of ``option``. Raise ConfigError if it is not writable."""
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=picture.parent):
@@ -109,9 +109,9 @@ def check_picture(picture: Path, option: str, example: str) -> None:
 
 
 def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., None]]:
-    """Turn a function that takes a record of options into a ``typer`` command. Its help is the docstring.
+    """Turn a function that takes an option record into a ``typer`` command. Its help is the docstring.
 
-    A field ``given`` of the record gets the names of the fields whose options are on the command line.
+    If the record has a field ``given``, it lists the fields that were set on the command line.
     """
     hints = get_type_hints(config)
     options = [(field, option, find_flag(config, field.name)) for field, option in list_options(config)]
@@ -121,7 +121,7 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
             parsed: dict[str, Any] = {}
             for field, option, flag in options:
                 value = values[field.name]
-                # An option that is None gets the default of the record.
+                # An option that is None gets the record's default.
                 if value is None:
                     continue
                 if option.parse is not None:
@@ -145,7 +145,7 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
 
 
 def _find_given(context: typer.Context, names: Iterable[str]) -> frozenset[str]:
-    """Return the ``names`` of options that are on the command line."""
+    """Return those option ``names`` that are on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return frozenset(
         name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"
@@ -153,8 +153,8 @@ def _find_given(context: typer.Context, names: Iterable[str]) -> frozenset[str]:
 
 
 def _make_parameter(field: Field[Any], option: Option, hint: Any, flag: str) -> inspect.Parameter:
-    """Return the parameter of ``typer`` for a field of a record: an option, or an argument without flag."""
-    # Where the type is str, a parser or the check of the record reads the text.
+    """Make the ``typer`` parameter for a record's field: an option, or an argument without flag."""
+    # Where the type is str, a parser or the record's check reads the text.
     is_text = option.parse is not None or get_origin(hint) is Literal
     value_type: Any = option.kind or (str if is_text else hint)
 
@@ -175,7 +175,7 @@ def _make_parameter(field: Field[Any], option: Option, hint: Any, flag: str) -> 
 
 
 def list_possible_labels(node_columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the names of the columns with one number per node, separated by commas."""
+    """Join the names of columns with one number per node, separated by commas."""
     names = []
     for columns in node_columns.values():
         for name, column in columns.items():
@@ -232,7 +232,7 @@ def redirect_libraries_to_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        # Output of the block may still be in the buffer of the C library. NULL flushes all streams.
+        # Output from the block may still be in the C library's buffer. NULL flushes all streams.
         ctypes.CDLL(None).fflush(None)
         os.dup2(stdout_copy, 1)
         os.close(stdout_copy)

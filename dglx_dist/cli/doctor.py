@@ -26,7 +26,7 @@ from dglx_dist.progress import PlainConsole, say
 
 _PACKAGES = "torch dgl numpy scipy pandas pyarrow numba pyzmq pymetis kaminpar psutil safetensors rich typer"
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
-"""Errors of packages that do not load."""
+"""Errors that packages raise if they do not load."""
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 1 << 30
 _MIN_FILES = 1024
@@ -75,7 +75,7 @@ def doctor(config: DoctorConfig) -> None:
 
 
 def _install_dgl(*, ask: bool) -> None:
-    """Install the wheel of DGL for another Python. Raise ConfigError if DGL has a wheel for this one."""
+    """Install DGL's wheel for another Python. Raise ConfigError if DGL has a wheel for this one."""
     installed = dgl_wheel.find_version()
     if installed is not None:
         say(f"DGL {installed} is installed already")
@@ -147,7 +147,7 @@ def _check_machine(diagnosis: Diagnosis) -> None:
     }
     diagnosis.facts["machine"] = facts
 
-    # Containers often have 64 MB of shared memory, too little for the rows of embeddings.
+    # Containers often have 64 MB of shared memory, too little for embedding rows.
     if _SHARED_MEMORY.is_dir():
         usage = shutil.disk_usage(_SHARED_MEMORY)
         facts |= {"shared_memory_bytes": usage.total, "free_shared_memory_bytes": usage.free}
@@ -171,7 +171,7 @@ def _check_network(diagnosis: Diagnosis) -> None:
         from dglx_dist.comm import rendezvous
         from dglx_dist.comm.topology import copy_environment
     except _BROKEN:
-        # These modules import torch, and the check of torch reports that.
+        # These modules import torch, and the check for torch reports that.
         return
 
     facts: dict[str, Any] = dict.fromkeys(("interface", "address", "mbit_per_s"))
@@ -243,7 +243,7 @@ def _check_dgl(diagnosis: Diagnosis) -> None:
 
 
 def _suggest_repair(error: Exception) -> str:
-    """Return what to do about an error of importing or calling DGL."""
+    """Advise what to do if importing or calling DGL fails."""
     if "libgomp" in str(error):
         return "Run `apt-get install libgomp1` or `dnf install libgomp`."
     if dgl_wheel.find_version() is not None:

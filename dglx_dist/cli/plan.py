@@ -54,7 +54,7 @@ def _show_step(text: str) -> None:
 def _suggest_training(config: PlanConfig, candidate: Candidate) -> str:
     """Return the command that trains the planned model as ``candidate``.
 
-    Options of the model that were not given to ``dglx plan`` have equal defaults in ``dglx train``.
+    Model options that were not given to ``dglx plan`` have equal defaults in ``dglx train``.
     """
     names = [field.name for field, _ in list_options(ModelConfig) if field.name in config.given]
     if "seed" in config.given:

@@ -1,4 +1,4 @@
-"""Plans of ``dglx plan``: the fastest strategy for ready-made models on real or hypothetical servers."""
+"""Plan for ``dglx plan``: find the fastest strategy for ready-made models on real or hypothetical servers."""
 
 import os
 import time
@@ -34,18 +34,18 @@ from dglx_dist.training.relational import build_relational
 Notify = Callable[[str], None]
 
 _PAYLOAD = 0.94
-"""Share of a link's rate that carries payload. The rest are headers and acknowledgements."""
+"""Share of a link's rate that carries payload. Headers and acknowledgements take what remains."""
 _LOOPBACK_BYTES_PER_S = 1.2e9
-"""Rate of sockets between the processes of a server."""
+"""Rate of sockets between processes on the same server."""
 _DEFAULT_RATE = "1gbit"
 _MAX_FOREIGN_CORES = 0.3
-"""Number of cores that other programs may use while the model is timed, without a warning."""
+"""Cores that other programs may use while the model is timed, without a warning."""
 _EPOCH = 1
-"""Number of the counted epoch. The first one only warms the caches."""
+"""Counted epoch. The first one only warms the caches."""
 
 
 def read_constraints(plan: PlanConfig) -> ChoiceOptions:
-    """Return the constraints of the choice. Without mini-batches, it is among whole graphs."""
+    """Return the constraints for the choice. Without mini-batches, it is among whole graphs."""
     if plan.unit == "mini_batch" and _plan_draws(plan) is None:
         return replace(plan, unit="full_graph")
     return plan
@@ -66,13 +66,13 @@ def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
 
 
 def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts, list[Prediction]]:
-    """Count and time like :func:`make_plan`, and return the costs of all candidates."""
+    """Count and time like :func:`make_plan`, and return all candidates' costs."""
     folder = plan.data
     assert folder is not None, "a PlanConfig has a dataset"
     ntype = check_plannable(read_manifest(Path(folder)), folder)
     cluster = build_cluster(plan)
 
-    # The model is timed with as many threads as a rank of the plan would have.
+    # The model is timed with as many threads as a rank in the plan would have.
     previous_threads = torch.get_num_threads()
     planned_cores = max(int(cluster.cores), 1)
     torch.set_num_threads(min(planned_cores, _count_usable_cores()))
@@ -92,7 +92,7 @@ def _count_usable_cores() -> int:
 
 
 def _add_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Cluster:
-    """Return ``cluster`` with the memory of a rank's GPU, if ``device`` is one."""
+    """Add the memory of a rank's GPU to ``cluster``, if ``device`` is one."""
     limit = plan.device_memory_bytes
     if device.type != "cuda":
         if limit is not None:
@@ -112,7 +112,7 @@ def _add_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clust
 
 
 def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module, ModelShape]:
-    """Return the model that ``dglx train`` would build for nodes of ``ntype``, and its shape."""
+    """Build the model that ``dglx train`` would build for ``ntype``, and describe its shape."""
     classes = g.num_classes(ntype)
     if plan.model in RELATIONAL_KINDS:
         columns = {name: g.nodes[name].data for name in g.ntypes}
@@ -150,7 +150,7 @@ def _measure_on(
             f"a rank with {cores} computes as fast as the {usable_cores} cores here that timed it"
         )
 
-    # The structure has an offset of 8 bytes for each node, and a source of 4 bytes for each edge.
+    # The structure has an 8-byte offset for each node, and a 4-byte source for each edge.
     structure_bytes = 8 * g.num_nodes() + 4 * g.num_edges()
     config = CountConfig(
         cluster=cluster,
@@ -184,9 +184,9 @@ class _CpuTimes:
 
     wall: float
     machine: float
-    """CPU time of all processes and cores since the machine has started."""
+    """CPU time that all processes have used on all cores since the machine started."""
     process: float
-    """CPU time of this process."""
+    """CPU time that this process has used."""
 
     @classmethod
     def read(cls) -> "_CpuTimes":
@@ -201,7 +201,7 @@ class _CpuTimes:
 
 
 def build_cluster(plan: PlanConfig) -> Cluster:
-    """Return the servers of the plan. Default values are listed as assumptions."""
+    """Describe the servers in the plan. Default values are listed as assumptions."""
     assumptions = []
     external = plan.external or Rate.parse(_DEFAULT_RATE)
     if plan.external is None and plan.servers > 1:
@@ -238,7 +238,7 @@ def build_cluster(plan: PlanConfig) -> Cluster:
 
 
 def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
-    """Return whether the servers would cut the structure: on request, or if it fills half of a machine."""
+    """Return whether the servers would cut the structure: on request, or if it fills half a machine."""
     if plan.servers == 1:
         return False
     if plan.structure != "auto":

@@ -1,4 +1,4 @@
-"""The work of ``dglx predict``."""
+"""Do what ``dglx predict`` promises."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ _MODEL_OPTIONS = (
     "embeddings",
     "seed",
 )
-"""Options of a run that its model depends on, beside those of ``ModelConfig``."""
+"""Options that a run's model depends on, in addition to ``ModelConfig``."""
 _TRAINABLE_ROWS = (
     "{} have trainable rows, which are only in checkpoints. Predict all nodes with `dglx train --predictions "
     "DIR`."
 )
 _MAX_SINGLE_NODES = 20_000
-"""Maximum number of nodes that are computed by their neighborhoods. For more, all nodes are computed."""
+"""Maximum number of nodes to compute by their neighbourhoods. For more, all nodes are computed."""
 
 
 def predict_nodes(config: PredictConfig) -> int:
-    """Predict the nodes and write the table. Return the number of nodes.
+    """Predict the nodes and write the table. Return how many there are.
 
     Raises ConfigError if the run, the dataset and the nodes do not belong together, and StorageError if a
     file cannot be read or written.
@@ -105,14 +105,14 @@ def predict_nodes(config: PredictConfig) -> int:
 
 
 def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainConfig:
-    """Return the options of the run that its model depends on."""
+    """Read the run options that its model depends on."""
     lacking = [name for name in ("data", "model", "task") if name not in run_config]
     if lacking:
         raise StorageError(
             f"{Path(config.run) / CONFIG} lacks {', '.join(lacking)}, so it is damaged or of another "
             "version. Train again."
         )
-    # The device of the training may be missing here.
+    # The training device may be missing here.
     names = {field.name for field in fields(ModelConfig)} - {"device"} | {*_MODEL_OPTIONS}
     values: dict[str, Any] = {}
     for name in names & run_config.keys():
@@ -135,7 +135,7 @@ def _read_plan(run_config: Mapping[str, Any], config: PredictConfig) -> TrainCon
 
 
 def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictConfig) -> None:
-    """Raise ConfigError if ``g`` is another graph than that of the run."""
+    """Raise ConfigError if ``g`` is not the graph that the run trained on."""
     facts = {"graph": g.name, "nodes": g.num_nodes(), "edges": g.num_edges()}
     facts["dataset_checksum"] = g.dataset.manifest.checksum
     for name, value in facts.items():
@@ -150,7 +150,7 @@ def _check_dataset(g: DistGraph, run_config: Mapping[str, Any], config: PredictC
 
 
 def _read_ids(path: Path) -> Array:
-    """Read the ids of nodes, as texts or integers. Raise StorageError if the file has none."""
+    """Read node ids, as texts or integers. Raise StorageError if the file has none."""
     try:
         if path.suffix == ".txt":
             lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -158,7 +158,7 @@ def _read_ids(path: Path) -> Array:
         elif path.suffix == ".parquet":
             table = pq.read_table(path)
         else:
-            # As in tables of nodes, an id like 007 is a text.
+            # As in node tables, an id like 007 is a text.
             options = pa.csv.ConvertOptions(column_types={ID: pa.string()})
             table = pa.csv.read_csv(path, convert_options=options)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -182,7 +182,7 @@ def _read_ids(path: Path) -> Array:
 
 
 def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictConfig) -> Tensor:
-    """Return the ids in ``g`` of the nodes that the user names."""
+    """Find the nodes that the user names, and return their ids in ``g``."""
     if g.dataset.manifest.user_ids.get(ntype) != "string" and names.dtype.kind in "UO":
         try:
             names = names.astype(np.int64)
@@ -197,7 +197,7 @@ def _find_nodes(g: DistGraph, ntype: str, names: Array, config: PredictConfig) -
 
 
 def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, width: int, config: PredictConfig) -> nn.Module:
-    """Build the model of the run, and load its weights."""
+    """Build the run's model, and load its weights."""
     path = Path(config.run) / (BEST_WEIGHTS if config.weights == "best" else FINAL_WEIGHTS)
     if not path.is_file():
         raise StorageError(f"there are no weights in {path}. The run did not finish, or they were moved.")
@@ -215,7 +215,7 @@ def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, width: int, config:
 
 
 def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: str, ids: Tensor) -> Tensor:
-    """Return the (n, C) scores of the nodes ``ids``."""
+    """Compute the (n, C) scores for the nodes ``ids``."""
     edge_columns = list_edge_columns(plan)
     if g.is_homogeneous and len(ids) <= _MAX_SINGLE_NODES:
         scores: Tensor = Predictor(module, g, edge_feats=edge_columns)(ids)
@@ -229,7 +229,7 @@ def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: s
 def _make_table(
     g: DistGraph, ntype: str, plan: TrainConfig, ids: Tensor, scores: Tensor, *, with_scores: bool
 ) -> pa.Table:
-    """Return the table of answers, with the user's ids."""
+    """Build the table with the answers and the user's ids."""
     columns = {ID: pa.array(g.user_ids(ids, ntype))}
     columns[PREDICTION] = to_column(to_predictions(plan.task, scores))
     names = g.dataset.manifest.class_names.get(ntype, ())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PICTURE = "partition.png"
 _ELSEWHERE = "; choose a file with --picture FILE"
 HOPS = 4
-"""Default value of ``--hops``."""
+"""Default for ``--hops``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def inspect(config: InspectCommand) -> None:
 
 
 def summarize_dataset(manifest: Manifest) -> dict[str, object]:
-    """Return the rows for the first table of ``dglx inspect``: types, columns, quality of the cut, size."""
+    """List the rows for the first table in ``dglx inspect``: types, columns, quality of the cut, size."""
     rows: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
@@ -103,7 +103,7 @@ def summarize_dataset(manifest: Manifest) -> dict[str, object]:
         name = "edges" if etype == EDGE_TYPE else f"edges {format_type(etype)}"
         rows[name] = f"{manifest.num_edges(etype)}: {_describe_columns(columns)}"
 
-    # Datasets of older versions lack some figures.
+    # Datasets from older versions lack some figures.
     quality = manifest.quality
     for name in ("edge_cut", "replication_factor"):
         figure = quality.get(name)
@@ -124,13 +124,13 @@ def summarize_dataset(manifest: Manifest) -> dict[str, object]:
 
 
 def _describe_columns(columns: Mapping[str, ColumnInfo]) -> str:
-    """Return names and types of rows, like ``feat float32[5], label int64``."""
+    """Describe rows by name and type, like ``feat float32[5], label int64``."""
     descriptions = [f"{name} {info.dtype}{list(info.row_shape) or ''}" for name, info in columns.items()]
     return ", ".join(descriptions) or "no tensors"
 
 
 def list_part_columns(quality: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the columns of the table of parts that ``quality`` has, by heading."""
+    """Select the columns for the table with parts that ``quality`` has, by heading."""
     headings = {
         "nodes": "num_nodes", "edges": "num_edges", "halo nodes": "halo_nodes",
         "halo factor": "halo_factor", "remote in-edges": "remote_fraction",
@@ -148,7 +148,7 @@ def count_part_bytes(manifest: Manifest) -> list[int]:
 
 
 _CUT_EDGE_BYTES = 100
-"""Memory for counting the rows between servers, in bytes per cut edge."""
+"""Memory to count the rows between servers, in bytes per cut edge."""
 
 
 def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
@@ -177,7 +177,7 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
 
 
 def _show_border(dataset: StoredDataset, servers: int) -> None:
-    """Print how many rows the servers exchange for a layer of all nodes."""
+    """Print how many rows the servers exchange for a layer that computes all nodes."""
     from dglx_dist.memory import machine_memory
     from dglx_dist.strategies.full_graph.plan_builder import border_rows
 
@@ -200,7 +200,7 @@ def _show_border(dataset: StoredDataset, servers: int) -> None:
 
 
 def feature_bytes(manifest: Manifest) -> int:
-    """Return the bytes of a feature row of the first node type, 0 without features."""
+    """Return the bytes per feature row for the first node type, 0 without features."""
     from dglx_dist.data.storage.columns import numpy_dtype
 
     info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
@@ -277,7 +277,7 @@ def report(
 def _report_runs(
     folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
 ) -> None:
-    """Print the figures of runs side by side, with each seed of ``spreads``, and write their page."""
+    """Print runs' figures side by side, with each seed in ``spreads``, and write their page."""
     from dglx_dist.report.page import render_page, write_page
     from dglx_dist.report.run_folder import read_run
     from dglx_dist.report.tables import build_runs_table, spread_cells, summarise
@@ -318,7 +318,7 @@ def _report_runs(
 
 
 def _report_run(folder: Path, spread: Mapping[str, Any] | None) -> None:
-    """Print the tables of a run and draw its picture, or print its ``spread`` if it has several seeds."""
+    """Print a run's tables and draw its picture, or print its ``spread`` if it has several seeds."""
     from dglx_dist.report.pictures import draw
     from dglx_dist.report.run_folder import PICTURE, read_run
     from dglx_dist.report.tables import (

@@ -1,4 +1,4 @@
-"""``dglx lambda``: workers of strategy ``lambda`` as functions of AWS."""
+"""``dglx lambda``: run strategy ``lambda`` with workers in AWS functions."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,15 +1,15 @@
-"""torchrun with one error message and a rendezvous store on one address.
+"""Run torchrun with one error message and a rendezvous store on one address.
 
-The launcher of ``dglx train --ranks N``, a process of the same command, calls :func:`launch`. ``python -m
+The launcher for ``dglx train --ranks N``, which runs the same command, calls :func:`launch`. ``python -m
 dglx_dist.cli.torchrun <torchrun's arguments>`` does so for any program. It differs from torchrun in four
-ways. Ranks of ``dglx train`` are forks of the launcher, which has imported everything once. A failed run ends
+ways. ``dglx train`` ranks are forks of the launcher, which has imported everything once. A failed run ends
 with the message from the rank that failed first, instead of a traceback from the launcher. After a signal to
 stop, ranks have the time that they need for a checkpoint, while torchrun's agent would kill them after 30 s.
 With ``--failure-file FILE`` before torchrun's arguments, the message is written to that file as JSON.
 scripts/netlab starts one launcher per server and shows the first failure.
 
-The store of the rendezvous listens on one address, and with ``--standalone`` on loopback. torchrun's own
-listens on every interface, and its rendezvous for ``--standalone`` unpickles whatever is written to it.
+The rendezvous store listens on one address, and with ``--standalone`` on loopback. torchrun's own listens on
+every interface, and its rendezvous for ``--standalone`` unpickles whatever is written to it.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from dglx_dist.progress import say
 _AGENT_TIMEOUT_S = 30
 """Seconds that torchrun's agent waits for ranks to end after one has failed. Then it kills them."""
 _BACKEND = "dglx-static"
-"""Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
+"""Name under which :class:`_OneAddressRendezvous` is registered as a backend."""
 _DEFAULT_PORT = 29500
-"""torchrun's port of the rendezvous."""
+"""torchrun's rendezvous port."""
 _PR_SET_NAME = 15
-"""Linux's number of the request that names a process."""
+"""Linux's number for the request that names a process."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with ``arguments``. The result is that of :func:`launch`."""
+    """Run torchrun with ``arguments``. Return what :func:`launch` returns."""
     end_with_parent()
     file = None
     if arguments[:1] == ["--failure-file"]:
@@ -130,7 +130,7 @@ def _start_forks_with_agent(ranks: Sequence[_ForkedRank], signals: _Signals) -> 
 
 
 def _report_failures(failures: dict[Any, ProcessFailure], signals: _Signals, file: Path | None) -> int:
-    """Write the first failure to ``file``, or show it if ``file`` is None. Return the exit code of the run.
+    """Write the first failure to ``file``, or show it if ``file`` is None. Return the run's exit code.
 
     A run that a signal has stopped needs no message.
     """
@@ -159,7 +159,7 @@ def _can_fork(parsed: argparse.Namespace) -> bool:
 
     if parsed.redirects != "0" or parsed.tee != "0":
         return False
-    # Some of these options do not exist in every version of torch.
+    # Some options do not exist in every torch version.
     for name in ("no_python", "run_path", "local_ranks_filter", "numa_binding", "logs_specs"):
         if getattr(parsed, name, None):
             return False
@@ -172,19 +172,19 @@ def _can_fork(parsed: argparse.Namespace) -> bool:
 def _fork(num_ranks: int) -> list[_ForkedRank] | None:
     """Import the modules that ranks need and fork ``num_ranks`` ranks. They wait for their environment.
 
-    Return None in a rank. This comes before the store of the rendezvous and torchrun's agent, which have
-    threads and sockets.
+    Return None in a rank. This comes before the rendezvous store and torchrun's agent, which have threads and
+    sockets.
     """
     if num_ranks > 1 and read_settings().omp_threads is None:
         torch.set_num_threads(1)  # as torchrun does
     import dglx_dist.cli.train_job  # noqa: F401
 
     load_kernels(say)
-    # A fork would write the content of these buffers, too.
+    # A fork would write what these buffers hold, too.
     sys.stdout.flush()
     sys.stderr.flush()
 
-    # The garbage collector of a rank then does not touch these objects, so their pages are not copied.
+    # A rank's garbage collector then does not touch these objects, so their pages are not copied.
     gc.freeze()
     ranks: list[_ForkedRank] = []
     for local_rank in range(num_ranks):
@@ -199,8 +199,8 @@ class _ForkedRank:
     """A forked rank with the interface that torchrun's agent expects.
 
     Creating one forks this process, so the constructor returns twice. In the launcher it returns at once, and
-    ``pid`` is the process of the rank. In the rank it returns when the launcher has called :meth:`start`, and
-    ``pid`` is 0. A rank whose launcher has ended before that ends, too.
+    ``pid`` is the rank's process. In the rank it returns when the launcher has called :meth:`start`, and
+    ``pid`` is 0. If the launcher ends before that, the rank ends, too.
     """
 
     def __init__(self, local_rank: int, earlier_ranks: Sequence[_ForkedRank]) -> None:
@@ -220,7 +220,7 @@ class _ForkedRank:
             os.close(write_end)
         _wait_for_rank_variables(read_end)
 
-        # The output of a rank is usually a file or pipe, which Python would buffer in blocks.
+        # A rank's output is usually a file or pipe, which Python would buffer in blocks.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: stdout is any TextIO
 
     def start(self, environment: Mapping[str, str]) -> _ForkedRank:
@@ -245,7 +245,7 @@ class _ForkedRank:
 
 
 def _wait_for_rank_variables(read_end: int) -> None:
-    """Wait for the environment of this rank, and set it. End the process if the launcher has ended."""
+    """Wait for this rank's environment, and set it. End the process if the launcher has ended."""
     with open(read_end, encoding="utf-8") as pipe:
         environment = pipe.read()
     if not environment:
@@ -254,7 +254,7 @@ def _wait_for_rank_variables(read_end: int) -> None:
 
 
 class _OneAddressRendezvous(StaticTCPRendezvous):
-    # The store of the base class listens on every interface.
+    # The base class's store listens on every interface.
 
     def get_backend(self) -> str:
         return _BACKEND
@@ -270,7 +270,7 @@ class _OneAddressRendezvous(StaticTCPRendezvous):
 
 
 def _use_one_address(parsed: argparse.Namespace) -> None:
-    """Select :class:`_OneAddressRendezvous` instead of torchrun's static backend and of --standalone."""
+    """Select :class:`_OneAddressRendezvous` instead of torchrun's static backend and --standalone."""
     if parsed.standalone:
         parsed.standalone = False
         parsed.nnodes = "1"
@@ -314,7 +314,7 @@ class _Signals:
             self.first_signal = signal_number
             self._first_signal_s = time.monotonic()
         elif signal_number == signal.SIGINT:
-            # One press of Ctrl-C may arrive twice within a moment.
+            # One Ctrl-C may arrive twice within a moment.
             is_repeated = time.monotonic() - self._first_signal_s > SAME_INTERRUPT_S
 
         for rank in psutil.Process().children():
@@ -326,10 +326,10 @@ class _Signals:
 
 
 def find_first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and its failure.
+    """Find the rank that failed first, and its failure.
 
     Ranks that lost a peer rank after it, as they fail within the same second. Ranks that did not end, so that
-    the agent killed them, come last, because the messages of the others name them.
+    the agent killed them, come last, because the others' messages name them.
     """
     message_times = [failure.timestamp for failure in failures.values() if _read_message(failure)]
     first_message = min(message_times, default=math.inf)
@@ -345,7 +345,7 @@ def find_first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, Proces
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
-    """Return the message of a failed rank, or without one, how its process ended."""
+    """Return a failed rank's message, or without one, how its process ended."""
     if message := _read_message(failure):
         return f"rank {rank} failed: {message}"
 
@@ -365,7 +365,7 @@ def get_exit_code(failure: ProcessFailure) -> int:
 
 
 def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
-    """Write rank, message, exit_code, lost_a_peer and second of ``failure`` to ``file`` as JSON."""
+    """Write rank, message, exit_code, lost_a_peer and second to ``file`` as JSON."""
     record = {
         "rank": rank,
         "message": describe(rank, failure),

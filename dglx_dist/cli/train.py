@@ -36,18 +36,19 @@ _SIGNAL_CODES = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
 def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
-    """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
+    """Run ``dglx ARGUMENTS`` on W ``ranks`` on this machine, as S virtual servers, and wait for them.
 
-    A process of the same command launches them, because libraries read environment variables when they are
+    A process with the same command launches them, because libraries read environment variables when they are
     loaded. SIGTERM, SIGUSR1 and Ctrl-C are passed on.
 
     Returns:
         The exit code. 75 if the ranks have saved a checkpoint after a signal, 128 + signal if they could not.
-        Otherwise that of the rank that failed first, or 128 + the signal that ended the launcher. Unless it
+        Otherwise the code from the rank that failed first, or 128 + the signal that ended the launcher.
+            Unless it
         is 0, a message has been shown.
 
     Raises:
-        ConfigError: the servers are uneven, or there are no ranks.
+        ConfigError: If the servers are uneven, or there are no ranks.
     """
     mark_as_parent()
     ranks_per_server = count_ranks_per_server(ranks, servers)
@@ -87,7 +88,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
 
 
 def become_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Check ``config``, fork the ranks of ``dglx ARGUMENTS`` and wait for them.
+    """Check ``config``, fork the ranks for ``dglx ARGUMENTS`` and wait for them.
 
     Only the ranks return from this function. It ends this process otherwise. See :func:`check_before_launch`
     for ConfigError and StorageError.
@@ -95,7 +96,7 @@ def become_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
     from dglx_dist.comm.stopping import end_with_parent
 
     end_with_parent()
-    # Garbage collection takes a quarter of the time of imports, which produce no garbage.
+    # Garbage collection takes a quarter of the import time, and imports produce no garbage.
     gc.disable()
     check_before_launch(config)
     from dglx_dist.cli.torchrun import launch
@@ -137,7 +138,7 @@ def train(config: TrainConfig) -> None:
 
 
 def _show_results(config: TrainConfig, trained: Trained) -> None:
-    """Print the tables of a run, and the places of its files."""
+    """Print a run's tables, and where its files are."""
     from dglx_dist.report.tables import build_epoch_table, build_spread_table, build_summary_table
     from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
 
@@ -210,7 +211,7 @@ def check_before_launch(config: TrainConfig) -> None:
 
 
 def _check_strategy(config: TrainConfig, strategy: str) -> None:
-    """Raise ConfigError if ``strategy`` does not support its options, the task, or the loop of the run."""
+    """Raise ConfigError if ``strategy`` does not support its options, the task, or the run's loop."""
     from dglx_dist.planner.auto import read_auto_options
     from dglx_dist.strategies.base import STRATEGIES
     from dglx_dist.training.fit_config import check_loop

@@ -1,4 +1,4 @@
-"""One rank of ``dglx train``: open the dataset, train, evaluate, write the run folder."""
+"""One rank in ``dglx train``: open the dataset, train, evaluate, write the run folder."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ from dglx_dist.training.temporal import TemporalLinks
 from dglx_dist.training.tracing import check_trace, hide_credentials
 
 CHECKPOINTS = "checkpoints"
-"""Folder of checkpoints inside a run folder."""
-# Column names of written results.
+"""Checkpoint folder inside a run folder."""
+# Column names in written results.
 PREDICTION = "prediction"
 EMBEDDING = "embedding"
 SCORES = "scores"
@@ -97,7 +97,7 @@ SCORES = "scores"
 def _resolve_auto(
     plan: TrainConfig, g: DistGraph, target: Target, module: nn.Module, inputs: EntityInputs | None
 ) -> tuple[TrainConfig, Any]:
-    """Choose a strategy for ``auto``, or resume with that of the checkpoint. Every rank must call this.
+    """Choose a strategy for ``auto``, or resume with the checkpoint's. Every rank must call this.
 
     Return the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
@@ -133,18 +133,18 @@ def _resolve_auto(
     if candidate.cache is not None:
         plan = replace(plan, cache=candidate.cache, cache_alpha=candidate.cache_alpha)
     if default_batch_size(candidate.strategy) is None:
-        # Steps take the whole graph. These options were for the mini-batches in the comparison. Batches of
+        # Steps take the whole graph. These options were for the mini-batches in the comparison. Batches with
         # edges exist under every strategy.
         plan = replace(plan, fanouts=None, batch_size=None if links is None else plan.batch_size)
     return plan, choice_json
 
 
 Built: TypeAlias = tuple[nn.Module, EntityInputs | None, SparseOptimizer | None]
-"""Model, its inputs (None: the features of the only node type), and the optimizer of its trainable rows."""
+"""Model, its inputs (None: the only node type's features), and the optimizer for its trainable rows."""
 
 
 def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Built:
-    """Build a model with results of ``width`` for ``ntype``, or for all types if it is None. Collective.
+    """Build a model with ``width`` result columns for ``ntype``, or for all types if it is None. Collective.
 
     Nodes without features get trainable rows.
     """
@@ -174,7 +174,7 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
 
 
 def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Module:
-    """Return the model of ``--model-file`` after a test on small blocks. Its errors become ConfigError."""
+    """Load the model from ``--model-file`` and test it on small blocks. Its errors become ConfigError."""
     path, _, name = str(plan.model_file).rpartition(":")
     if hashlib.sha256(Path(path).read_bytes()).hexdigest() != plan.model_sha256:
         raise ConfigError(f"{path} differs from the file at the start of the run. Start it again.")
@@ -186,7 +186,7 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, ConfigError):
             reason = str(error)
-        # The user looks for the last line of the file that ran, not for a line of torch.
+        # The user looks for the last line in the file that ran, not for a line in torch.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         if lines:
@@ -208,7 +208,7 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
 
 
 def _call_own_model(path: str, name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Call the function or class ``name`` of the file ``path`` with the ``arguments`` that it names."""
+    """Call ``name`` in the file ``path``, a function or class, with the ``arguments`` that it names."""
     make = runpy.run_path(path, run_name="model_file").get(name)
     if make is None:
         raise ConfigError(f"there is no {name!r} in it")
@@ -250,7 +250,7 @@ def _try_own_model(model: nn.Module, plan: TrainConfig, arguments: Mapping[str, 
 def _build_inputs(
     plan: TrainConfig, g: DistGraph, scale: float = 1.0
 ) -> tuple[EntityInputs | None, SparseOptimizer | None]:
-    """Return the inputs (None: the features of the only type) and the optimizer of trainable rows."""
+    """Build the inputs (None: the only type's features) and the optimizer for trainable rows."""
     embeddings = {}
     for name in g.ntypes:
         if plan.model != NO_ENCODER and FEATURE in g.nodes[name].data:
@@ -271,7 +271,7 @@ def _build_inputs(
 def _choose_decoder(plan: TrainConfig, targets: Sequence[EdgeType]) -> str:
     if plan.decoder:
         return plan.decoder
-    # A dot product gives the same score for each type of edge.
+    # A dot product gives the same score for each edge type.
     return "distmult" if len(targets) > 1 else "dot"
 
 
@@ -290,7 +290,7 @@ def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) ->
 
 
 def _check_outputs(plan: TrainConfig, session: Session) -> None:
-    """Raise an error on all ranks if a folder or file of results cannot be written."""
+    """Raise an error on all ranks if a result folder or file cannot be written."""
 
     def check() -> None:
         for name in (plan.predictions, plan.save_embeddings):
@@ -305,7 +305,7 @@ def _check_outputs(plan: TrainConfig, session: Session) -> None:
 def _write_outputs(
     plan: TrainConfig, wrapped: WrappedModel, inputs: EntityInputs | None, g: DistGraph, target: Target
 ) -> None:
-    """Write predictions and embeddings to the folders of ``plan``, if any. Every rank must call this."""
+    """Write predictions and embeddings to the folders in ``plan``, if any. Every rank must call this."""
     if plan.predictions is None and plan.save_embeddings is None:
         return
     if isinstance(target, LinkEvaluation):
@@ -322,7 +322,7 @@ def _write_outputs(
     if plan.save_embeddings is not None:
         embeddings = layerwise_inference(module, g, layers=hidden, **options)
         tensors = list(flatten(embeddings).values())
-        # If a layer passes on a tuple of rows, the last ones are its own.
+        # If a layer passes on a tuple with rows, the last ones are its own.
         rows = embeddings if len(g.ntypes) > 1 else tensors[-1]
         write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
         for tensor in tensors:
@@ -380,11 +380,11 @@ def _write_link_outputs(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Results of a run, equal on every rank except for ``rank``."""
+    """A run's results, equal on every rank except for ``rank``."""
 
     rank: int
     epochs: tuple[EpochRecord, ...]
-    """Records of all epochs, including those before a resume."""
+    """All epochs' records, including those before a resume."""
     summary: Mapping[str, object]
 
 
@@ -454,7 +454,7 @@ def _summarize(
     epochs: Sequence[EpochRecord],
     choice: Any,
 ) -> dict[str, object]:
-    """Return the content of ``summary.json``, and add the outcome to ``choice``. Collective."""
+    """Collect what ``summary.json`` says, and add the outcome to ``choice``. Collective."""
     # Without early stopping the figures belong to the last epoch.
     reported = result if plan.patience else replace(result, best_epoch=None)
     costs = collect_facts(wrapped, session, reported)
@@ -471,7 +471,7 @@ def _summarize(
 
 
 Target: TypeAlias = str | LinkEvaluation | TemporalLinks
-"""Node type to predict, or the evaluation of the edge types to predict."""
+"""Node type to predict, or the evaluation for the edge types to predict."""
 
 
 def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
@@ -541,7 +541,7 @@ def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
 
 
 def train_seeds(plan: TrainConfig) -> Trained:
-    """Train once with each of the seeds, and write ``summary.json`` for all. Every rank must call it."""
+    """Train once with each seed, and write ``summary.json`` for all. Every rank must call it."""
     runs = {}
     for seed in plan.seeds:
         name = f"seed-{seed}"
@@ -577,7 +577,7 @@ def _configuration(plan: TrainConfig, g: DistGraph) -> dict[str, object]:
 
 
 def fill_defaults(plan: TrainConfig) -> TrainConfig:
-    """Return ``plan`` with the defaults of its strategy for batches and loader."""
+    """Fill in the strategy's defaults for batches and loader."""
     batch_size = default_batch_size(plan.strategy)
     # Without batches, no loader prepares them ahead of training.
     num_ahead = None if batch_size is None else 1
@@ -622,7 +622,7 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 
 def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
-    """Raise ConfigError unless the model supports the types of ``g`` and has rows for all nodes."""
+    """Raise ConfigError unless the model supports the types in ``g`` and has rows for all nodes."""
     folder = g.dataset.location
     columns = {name: g.nodes[name].data for name in g.ntypes}
     is_relational = plan.model in RELATIONAL_KINDS
@@ -693,7 +693,7 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
     traits = get_strategy(session).traits
     if traits.features == "rows" and traits.unit != "full_graph":
         return
-    # Columns of features can be fetched ahead, but not chosen by how often they are needed.
+    # Feature columns can be fetched ahead, but not chosen by how often they are needed.
     if traits.features == "columns" and plan.cache == LOOK_AHEAD:
         return
     raise ConfigError(
@@ -704,7 +704,7 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
 
 
 def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
-    """Return the content of ``config.json``: effective options without secrets, ranks, graph and versions."""
+    """Collect what ``config.json`` says: effective options without secrets, ranks, graph and versions."""
     return {
         **asdict(plan),
         "strategy": session.strategy,
@@ -749,7 +749,7 @@ def _fit(
         _cache_features(plan, g, target, plan.cache)
 
     options = select_common_fields(plan, FitConfig)
-    # The option is the name of a loss for --task link, but the field is a function.
+    # The option names a loss for --task link, but the field is a function.
     del options["loss"]
     options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
     options["checkpoint_folder"] = _locate_checkpoints(plan)
@@ -758,7 +758,7 @@ def _fit(
     if isinstance(target, str):
         loading = _list_loader_options(plan, fanouts=plan.fanouts, batch_size=plan.batch_size)
         options |= {"ntype": target, "edge_feats": list_edge_columns(plan)}
-        # Models without layers for inference are evaluated on neighbourhoods of this depth.
+        # Models without layers for inference are evaluated on neighbourhoods with this depth.
         options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
     else:
         loading["loader"] = _make_link_loader(plan, g, target, inputs)
@@ -780,7 +780,7 @@ def _fit(
 
 
 def _list_loader_options(plan: TrainConfig, **options: Any) -> dict[str, Any]:
-    """Return ``options`` of a loader with those of its threads. A loader has defaults for missing ones."""
+    """Add the thread options to a loader's ``options``. A loader has defaults for missing ones."""
     if plan.depth is not None:
         options["depth"] = plan.depth
     if plan.loader_threads is not None:
@@ -795,7 +795,7 @@ def _make_link_task(plan: TrainConfig, inputs: EntityInputs | None) -> LinkPredi
 def _make_link_loader(
     plan: TrainConfig, g: DistGraph, target: LinkEvaluation | TemporalLinks, inputs: EntityInputs | None
 ) -> Any:
-    """Return the loader of training edges. Every rank must call this."""
+    """Return a loader over training edges. Every rank must call this."""
     batch_size = plan.batch_size or 512
     options = _list_loader_options(plan, batch_size=batch_size, negatives=plan.negatives)
     if isinstance(target, TemporalLinks):
@@ -814,10 +814,10 @@ _OPTIMIZERS = {
 
 
 def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str) -> None:
-    """Keep feature rows of other servers, as ``--cache`` says. Every rank must call this."""
+    """Keep feature rows from other servers, as ``--cache`` says. Every rank must call this."""
     sampling: dict[str, Any] = {}
     if policy == "vip":
-        # This policy counts how often the batches of an epoch need each row.
+        # This policy counts how often an epoch's batches need each row.
         if not isinstance(target, str):
             raise ConfigError("--cache vip counts batches of nodes. Use lookahead with --task link.")
         sampling["fanouts"] = list(plan.fanouts or ())

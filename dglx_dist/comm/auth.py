@@ -1,14 +1,14 @@
-"""Authentication with a job's secret, and the connections of one-sided calls.
+"""Authenticate ranks and clients with a job's secret, and guard the connections for one-sided calls.
 
 Each use has its own key (:func:`derive_key`), so the secret itself is never sent. Without Curve, a connection
 presents a nonce and its HMAC. The server accepts a nonce once, so a recorded handshake cannot be repeated.
-ZeroMQ carries both in its PLAIN mechanism and reads no message of a connection before it is accepted. The
-server proves in its first answer that it knows the key. The client uses no answer without this proof. PLAIN
-does not protect against an attacker on the path.
+ZeroMQ carries both in its PLAIN mechanism, and reads no message before it accepts the connection. The server
+proves in its first answer that it knows the key. The client uses no answer without this proof. PLAIN does not
+protect against an attacker on the path.
 
 Curve protects against such an attacker. Each rank makes a key pair and publishes only the public key.
-Connections are encrypted, and only keys of this job are accepted. External clients have another key and other
-key pairs, which give access to fewer operations (see endpoints.py).
+Connections are encrypted, and only keys from this job are accepted. External clients have another key and
+other key pairs, which give access to fewer operations (see endpoints.py).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Credentials:
     """Credentials that one rank presents and accepts."""
 
     secret: bytes = field(repr=False)
-    """ASCII key of the connections, equal at both ends."""
+    """ASCII key for the connections, equal at both ends."""
     public_key: bytes | None = None
-    """Public key of the rank's Curve key pair as Z85. None means that connections are plain."""
+    """The rank's public Curve key as Z85. None means that connections are plain."""
     secret_key: bytes | None = field(default=None, repr=False)
     accepted_keys: frozenset[bytes] = frozenset()
-    """Public keys of all ranks."""
+    """All ranks' public keys."""
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Make ``socket`` reject connections without the right credentials. It must not be bound yet."""
@@ -80,16 +80,16 @@ class Credentials:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
 
     def proof(self, role: str, server: int, nonce: bytes) -> bytes:
-        """Return the proof of the key for ``nonce``. ``role`` is "calls" or "serves"."""
+        """Return the proof that this rank knows the key, for ``nonce``. ``role`` is "calls" or "serves"."""
         return derive_key(self.secret, role, server, nonce.hex())
 
 
 @final
 class ZapAuthenticator:
-    """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets of ``context``.
+    """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets in ``context``.
 
-    A context may have one authenticator. The connections of the ``guarded`` socket are monitored, and it must
-    not be bound yet. The thread of the authenticator also keeps ``watch``.
+    A context may have one authenticator. It monitors the connections to the ``guarded`` socket, which must
+    not be bound yet. Its thread also keeps ``watch``.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ZapAuthenticator:
         self._credentials = credentials
         self._watch = watch
         self._used_nonces: set[bytes] = set()
-        """Nonces of accepted connections. They are not accepted again."""
+        """Nonces from accepted connections. They are not accepted again."""
 
         self._requests = context.socket(zmq.REP)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -117,7 +117,7 @@ class ZapAuthenticator:
         self._stopper = context.socket(zmq.PAIR)
         self._stopper.connect(_STOP)
 
-        # File descriptors of open connections.
+        # Open connections by file descriptor.
         self._names: dict[int, str] = {}
         self._accepted: set[int] = set()
 
@@ -125,7 +125,7 @@ class ZapAuthenticator:
         self._thread.start()
 
     def confirm(self, handle: int) -> None:
-        """Note that a message arrived on the connection of file descriptor ``handle``. Thread-safe."""
+        """Note that a message arrived on the connection with file descriptor ``handle``. Thread-safe."""
         self._accepted.add(handle)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class ZapAuthenticator:
             source.close(0)
 
     def _answer(self) -> None:
-        """Answer a request of ZeroMQ's authentication protocol (ZAP, RFC 27)."""
+        """Answer a request in ZeroMQ's authentication protocol (ZAP, RFC 27)."""
         frames = self._requests.recv_multipart()
         if len(frames) < 6:
             self._requests.send_multipart([b"1.0", b"", b"500", b"malformed", b"", b""])
@@ -206,7 +206,7 @@ class ZapAuthenticator:
 
 def _find_peer_name(handle: int) -> str:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as peer_socket:
-        # Names of other families are not pairs of a host and a port.
+        # Names in other families are not pairs of a host and a port.
         if peer_socket.family in (socket.AF_INET, socket.AF_INET6):
             host, port, *_ = peer_socket.getpeername()
             return f"{host}:{port}"
@@ -217,9 +217,9 @@ def _find_peer_name(handle: int) -> str:
 class DescriptorWatch:
     """Logs the cause before the process runs out of file descriptors.
 
-    gloo keeps a descriptor for every connection to its ports. It does so for connections of strangers, and
-    after a connection has ended. A process that cannot open another descriptor ends. The constructor raises
-    the limit to the maximum.
+    gloo keeps a descriptor for every connection to its ports, even if a stranger opened it and after it has
+    ended. A process that cannot open another descriptor ends. The constructor raises the limit to the
+    maximum.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class DescriptorWatch:
 
 
 def _log_use(descriptors: list[str], limit: int) -> None:
-    """Log the numbers of open descriptors by the connection's owner."""
+    """Log how many descriptors are open, by the connection's owner."""
     owners = Counter(_describe_descriptor(int(descriptor)) for descriptor in descriptors)
     log.error(
         "%d of %d file descriptors are in use (%s), and this process ends when none is left. If they "

@@ -1,4 +1,4 @@
-"""Codes of rows on the wire: bfloat16, int8 and int4 instead of float32, with keyed rounding."""
+"""Codes for rows on the wire: bfloat16, int8 and int4 instead of float32, with keyed rounding."""
 
 import math
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ WireDtype: TypeAlias = Literal["same", "bfloat16", "int8", "int4"]
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 
 _STREAMS = 1 << 34
-"""First stream of draws, above those of samplers and dropouts."""
+"""First stream for draws, above the streams for samplers and dropouts."""
 _SCALE_BYTES = 4
 
 
 def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
-    """Return the size in bytes of a row of ``width`` floats on the wire. It never grows."""
+    """Return the bytes that a row with ``width`` floats takes on the wire. It never grows."""
     bits = _BITS.get(wire, 8 * itemsize)
     num_bytes = -(-bits * width // 8)
     if bits < 16:
@@ -34,11 +34,11 @@ def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowCodec:
-    """Encodes rows of ``row_shape`` floats in host memory.
+    """Encodes rows with shape ``row_shape`` in host memory.
 
-    As int8 or int4, a row is a scale and codes of equal steps. The scale is the largest absolute number of
-    the row as float32. The codes cover the range from minus this number to this number. In a row without
-    negative numbers the codes start from 0, and a negative scale marks such a row. Numbers are rounded up or
+    As int8 or int4, a row is a scale and codes with equal steps. The scale is the row's largest absolute
+    number as float32. The codes cover the range from minus this number to this number. In a row without
+    negative numbers, the codes start from 0, and a negative scale marks such a row. Numbers are rounded up or
     down at random, so that their mean is exact. Zeros are exact. Errors are below a step, which is 1/127 or
     1/7 of the largest number, or 1/255 or 1/15 without negative numbers. A row with a number that is not
     finite becomes NaN. As bfloat16, numbers are rounded to the nearest.
@@ -48,14 +48,14 @@ class RowCodec:
     row_shape: tuple[int, ...]
     row_bytes: int
     stream: np.uint64
-    """Key of the draws."""
+    """Key for the draws."""
 
     def empty(self, rows: Tensor) -> Tensor:
-        """Return (n, row_bytes) uint8 memory for the codes of (n, *row_shape) ``rows``."""
+        """Return (n, row_bytes) uint8 memory to encode (n, *row_shape) ``rows`` into."""
         return torch.empty((len(rows), self.row_bytes), dtype=torch.uint8)
 
     def encode(self, rows: Tensor, out: Tensor, row_offset: int) -> None:
-        """Write the (n, *row_shape) ``rows`` of any float type to the (n, row_bytes) uint8 ``out``.
+        """Write the (n, *row_shape) ``rows``, with any float type, to the (n, row_bytes) uint8 ``out``.
 
         ``row_offset`` is the index of the first row among all rows with the same key.
         """
@@ -87,10 +87,10 @@ class RowCodec:
 
 
 def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | None:
-    """Return the codec of ``rows``. It is equal on ranks with the same dtype and row shape.
+    """Return the codec for ``rows``, or None if they travel unchanged.
 
-    ``keys`` are the seed, the step and a number that is unique within the step. The result is None if the
-    rows travel unchanged, because they are integers or would not get smaller.
+    Ranks with the same dtype and row shape get equal codecs. Rows travel unchanged if they are integers or
+    would not get smaller. ``keys`` are the seed, the step and a number that is unique within the step.
     """
     shape = tuple(rows.shape[1:])
     width = math.prod(shape)
@@ -104,7 +104,7 @@ def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | 
 
 @njit(cache=True, nogil=True)
 def _range(scale: float, bits: int) -> tuple[int, int]:
-    """Return the code of 0, and the number of steps from there to the largest number."""
+    """Return the code for 0, and the number of steps from there to the largest number."""
     if scale <= 0:
         return 0, (1 << bits) - 1
     zero = (1 << (bits - 1)) - 1
@@ -113,7 +113,7 @@ def _range(scale: float, bits: int) -> tuple[int, int]:
 
 @njit(cache=True, nogil=True)
 def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, row_offset: int, out: Array) -> None:
-    """Write rows as codes of ``bits`` bits to the bytes ``out``, rounded up or down at random.
+    """Write rows as codes with ``bits`` bits each to ``out``, rounded up or down at random.
 
     ``row_offset`` is the index of the first row. The draws depend on ``stream``, the row's index and the
     column.
@@ -122,13 +122,13 @@ def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, row_offset
     for i in range(len(rows)):
         largest = abs(np.float64(scales[i]))
         if not largest > 0:
-            # A row of zeros has the code 0, and a NaN scale makes the decoded row NaN.
+            # A row with only zeros has the code 0, and a NaN scale makes the decoded row NaN.
             continue
 
         key = item_key(stream, row_offset + i)
         zero, steps = _range(scales[i], bits)
         for j in range(rows.shape[1]):
-            # Draws keep away from 0 and 1, so that rounding errors of the product stay within the range.
+            # Draws keep away from 0 and 1, so that rounding errors in the product stay within the range.
             draw = (np.float64(half_word(key, j)) + 0.5) * 2.0**-32
             code = zero + math.floor(rows[i, j] * (steps / largest) + draw)
             out[i, j * bits >> 3] |= np.uint8(code << (j * bits & 7))

@@ -1,4 +1,4 @@
-"""Counted collectives with a time limit: sums, gathers, broadcasts, barriers, and comparison of clocks.
+"""Counted collectives with a time limit: sums, gathers, broadcasts, barriers, and clock comparison.
 
 All ranks must call every function in the same order. On one rank nothing is sent.
 """
@@ -37,18 +37,21 @@ def sum_over_ranks(
     in_place: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the sum of ``tensor`` over all ranks, without gradient. Every rank must call this.
+    """Sum ``tensor`` over all ranks, without gradient. Every rank must call this.
 
-    The result is bitwise equal on all ranks. ``tensor`` must have the same shape and dtype on all of them.
-    The ledger counts a ring's bytes: each of the W ranks sends 2 (W - 1) / W times the bytes of
-    ``tensor`` to the next rank.
+    The result is bitwise equal on all ranks. The ledger counts a ring's bytes: each of the W ranks sends 2 (W
+    - 1) / W times the tensor's bytes to the next rank.
 
     Args:
+        tensor: The values to sum, with the same shape and dtype on all ranks.
+        session: The session whose ranks take part.
+        phase: Ledger phase.
+        layer: Ledger layer.
         in_place: Whether to overwrite ``tensor``, which must be contiguous.
-        group: Process group of all ranks. The default is the default group.
+        group: Process group with all ranks. The default is the default group.
 
     Raises:
-        PeerError: a rank is dead or silent.
+        PeerError: If a rank is dead or silent.
     """
     topology = session.topology
     total = tensor.detach()
@@ -64,14 +67,14 @@ def sum_over_ranks(
 
 
 def count_all_reduce(session: Session, phase: str, num_bytes: int, layer: int = 0) -> None:
-    """Count the bytes that this rank sends to the next rank in a ring all-reduce of ``num_bytes``."""
+    """Count the bytes that this rank sends to the next rank in a ring all-reduce over ``num_bytes``."""
     topology = session.topology
     num_sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
     session.ledger.add(phase, layer, topology.rank, _next_rank(session), num_sent)
 
 
 def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
-    """Return (W, K) int64 with the values of rank r in row r. All ranks pass the same number K of values."""
+    """Return (W, K) int64 with rank r's values in row r. All ranks pass equally many values, K."""
     own_values = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
     num_ranks = session.topology.world_size
     if num_ranks == 1 or not len(own_values):
@@ -82,9 +85,9 @@ def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
 def gather_rows(
     tensor: Tensor, session: Session, *, phase: str = CONTROL, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the tensors of all W ranks as one (W, ...) tensor on the device of ``tensor``.
+    """Stack the tensors from all W ranks into one (W, ...) tensor, on the device of ``tensor``.
 
-    Row r is the tensor of rank r. All ranks must pass the same shape and dtype. For ``group`` see
+    Row r is rank r's tensor. All ranks must pass the same shape and dtype. For ``group`` see
     :func:`sum_over_ranks`.
     """
     topology = session.topology
@@ -102,13 +105,13 @@ def gather_rows(
 
 
 def gather_json(value: object, session: Session) -> list[Any]:
-    """Return the JSON values of all ranks, by rank. Raise TypeError if ``value`` is not a JSON value."""
+    """Return every rank's JSON value, by rank. Raise TypeError if ``value`` is not a JSON value."""
     encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
     return [json.loads(row.tobytes()) for row in gather_arrays(encoded, session)]
 
 
 def gather_arrays(array: Array, session: Session) -> list[Array]:
-    """Return the (k, ...) arrays of all ranks, by rank. Only the length k may differ between ranks."""
+    """Return every rank's (k, ...) array, by rank. Only the length k may differ between ranks."""
     lengths = gather_int64([len(array)], session)[:, 0]
     padded = np.zeros((int(lengths.max()), *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
@@ -118,7 +121,7 @@ def gather_arrays(array: Array, session: Session) -> list[Array]:
 
 @final
 class SessionRanks(Ranks):
-    """The ranks of a session, as workers on files that all of them see."""
+    """A session's ranks, as workers on files that all of them see."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -133,7 +136,7 @@ class SessionRanks(Ranks):
 
 
 def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
-    """Return the JSON value of rank ``source``. The values of other ranks are ignored."""
+    """Return the JSON value that rank ``source`` passes. Values from other ranks are ignored."""
     topology = session.topology
     is_source = topology.rank == source
     if topology.world_size == 1:
@@ -162,7 +165,7 @@ def barrier(session: Session, what: str) -> None:
 
 @contextmanager
 def report_failed_peers(session: Session, name: str) -> Iterator[None]:
-    """Turn errors of torch.distributed in a ``with`` block into PeerErrors that name the failed ranks."""
+    """Turn torch.distributed's errors in a ``with`` block into PeerErrors that name the failed ranks."""
     with report_status(session, name):
         try:
             yield
@@ -191,19 +194,19 @@ _ROUND_TRIPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """This rank's ``time.perf_counter()`` relative to the one of rank 0."""
+    """This rank's ``time.perf_counter()`` relative to rank 0's."""
 
     offset_s: float
-    """Seconds to add to a time of this rank to get the time of rank 0."""
+    """Seconds to add to a time on this rank to get the time on rank 0."""
     error_s: float
-    """Largest error of ``offset_s`` at the measurement's time: half of the fastest round trip."""
+    """Largest error in ``offset_s`` at the measurement's time: half the fastest round trip."""
 
 
 def measure_clock(session: Session) -> Clock:
-    """Compare this rank's clock with the clock of rank 0. Collective, on one thread at a time.
+    """Compare this rank's clock with rank 0's. Collective, on one thread at a time.
 
-    The fastest of 20 round trips counts. Rank 0 reads its clock during the round trip. So the middle of the
-    round trip differs from that moment by at most half of its duration. Clocks of machines drift apart
+    Only the fastest of 20 round trips counts. Rank 0 reads its clock during the round trip, so the trip's
+    middle differs from that moment by at most half its duration. Clocks on different machines drift apart
     afterwards, usually by less than 10 us per second.
     """
     if session.topology.rank == 0:
@@ -224,7 +227,7 @@ def measure_clock(session: Session) -> Clock:
 
 
 def _serve_clock(session: Session) -> None:
-    """Tell the other ranks this rank's clock until all of them have measured it."""
+    """Tell the other ranks this rank's clock until all have measured it."""
     session.rpc.register(_CLOCK_OP, lambda _name, _arrays: [np.array([time.perf_counter()])])
     try:
         barrier(session, "comparing clocks")
@@ -236,7 +239,7 @@ def _serve_clock(session: Session) -> None:
 def raise_for_missing(
     session: Session, missing: Sequence[int], what: str, *, advice: str, late: bool
 ) -> None:
-    """Raise PeerError if one of the ``missing`` ranks, which should send ``what``, failed or is dead.
+    """Raise PeerError if a rank in ``missing``, which should send ``what``, failed or is dead.
 
     If ``late``, the time limit is over. Then raise for all missing ranks, with ``advice`` as the remedy.
     """
@@ -263,10 +266,10 @@ def check_equal(
     remedy: str = "pass the same value on all ranks",
     error: type[DglxError] = ConfigError,
 ) -> None:
-    """Raise ``error`` on all ranks unless all of them pass the same ``value``. Every rank must call this.
+    """Raise ``error`` on all ranks unless all pass the same ``value``. Every rank must call this.
 
-    ``value`` consists of JSON values and scalars of NumPy or torch. Other objects count by their ``repr``.
-    For a dictionary or a list, the message shows the first item that differs.
+    ``value`` consists of JSON values and scalars from NumPy or torch. Other objects are compared by their
+    ``repr``. For a dictionary or a list, the message shows the first item that differs.
     """
 
     def convert(item: Any) -> Any:
@@ -277,7 +280,7 @@ def check_equal(
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return the result of ``action``. If it raises on one rank, all ranks raise. Every rank must call this.
+    """Run ``action`` and return its result. If it raises on one rank, all ranks raise. Collective.
 
     ``action`` must not call a collective. On the rank where ``action`` failed, its error is raised. The other
     ranks raise ``error`` with the failed rank and its message, or DatasetError if that was raised there.
@@ -287,14 +290,14 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
     try:
         result = action()
     except Exception as error_here:  # noqa: BLE001
-        # Catch every error. A value of a wrong type on one rank must not leave the others waiting.
+        # Catch every error. A value with a wrong type on one rank must not leave the others waiting.
         own_error = error_here
         problem = _describe_error(error_here)
 
     try:
         problems = gather_json([problem, isinstance(own_error, DatasetError)], session)
     finally:
-        # The error of this rank is more useful than an error of the gathering.
+        # This rank's error is more useful than an error from the gathering.
         if own_error is not None:
             raise own_error
 
@@ -306,7 +309,7 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the message of ``error``, with its type unless the message explains the problem alone."""
+    """Return the error's message, with its type unless the message explains the problem alone."""
     if isinstance(error, DglxError | IndexError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"
@@ -329,7 +332,7 @@ def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
     if session.topology.world_size == 1:
         return
 
-    # Compare one digest per rank. The digests of each weight are needed only for the error message.
+    # Compare one digest per rank. A digest per weight is needed only for the error message.
     rows = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in weights.items()}
     digests = {name: zlib.crc32(row.view(torch.uint8).numpy().data) for name, row in rows.items()}
     total_digest = zlib.crc32(repr(sorted(digests.items())).encode())
@@ -353,16 +356,16 @@ def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
 
 
 def _are_equal_up_to_rounding(rows: Sequence[Tensor], session: Session) -> bool:
-    """Return whether the sums of ``rows`` are nearly equal on all ranks. Every rank must call this."""
+    """Return whether the sums over ``rows`` are nearly equal on all ranks. Every rank must call this."""
     sums = gather_rows(torch.stack([_sum_in_three_ways(row) for row in rows]), session)
     magnitudes = sums[0, :, :1]
     return bool(((sums - sums[0]).abs() <= 1e-6 * magnitudes).all())
 
 
 def _sum_in_three_ways(row: Tensor) -> Tensor:
-    """Return (3,) float64 sums of the (n,) ``row``: of its magnitudes, its values, and values with weights.
+    """Return (3,) float64 sums over the (n,) ``row``: its magnitudes, its values, and weighted values.
 
-    Rows that differ by rounding have nearly equal sums. Rows of different models do not.
+    Rows that differ by rounding have nearly equal sums. Rows from different models do not.
     """
     values = row.double()
     weights = torch.arange(len(values), dtype=torch.float64).cos()

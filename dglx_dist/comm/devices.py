@@ -1,4 +1,4 @@
-"""The device of each rank, the backend of torch.distributed that all of them allow, and their memory."""
+"""Choose each rank's device and a torch.distributed backend that all of them allow, and copy to devices."""
 
 import socket
 import threading
@@ -62,7 +62,7 @@ def check_device(device: object, name: str = "device") -> torch.device:
 
 
 def _select_request(device: object, variable: str | None) -> tuple[str, object]:
-    """Return the name of the request in messages, and its value. DGLX_DEVICE replaces ``auto``."""
+    """Return the request's name in messages, and its value. DGLX_DEVICE replaces ``auto``."""
     if variable and device in (None, AUTO):
         return "DGLX_DEVICE", variable
     return "device", device
@@ -71,7 +71,7 @@ def _select_request(device: object, variable: str | None) -> tuple[str, object]:
 def check_request(device: object, variable: str | None) -> torch.device | None:
     """Return the requested device, or None for ``auto``. Raise ConfigError if the device does not exist.
 
-    ``variable`` is the value of DGLX_DEVICE, which applies if ``device`` is ``auto``.
+    ``variable`` is DGLX_DEVICE's value, which applies if ``device`` is ``auto``.
     """
     name, value = _select_request(device, variable)
     if value in (None, AUTO):
@@ -84,15 +84,15 @@ def check_request(device: object, variable: str | None) -> torch.device | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevice:
-    """The device of a rank, as JSON values."""
+    """A rank's device, as JSON values."""
 
     name: str = "cpu"
     card: str = ""
-    """Identity of the GPU, or "" for the CPU."""
+    """The GPU's identity, or "" for the CPU."""
     why: str = ""
     """Reason for the CPU, or "" if it was requested or the device is a GPU."""
     problem: str = ""
-    """Reason why the rank does not have its requested device, or ""."""
+    """Reason if the rank does not have its requested device, or ""."""
 
 
 def take_device(device: object, local_rank: int, variable: str | None = None) -> RankDevice:
@@ -125,15 +125,17 @@ def take_device(device: object, local_rank: int, variable: str | None = None) ->
 
 
 def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:
-    """Return the backend of torch.distributed for the devices of all ranks.
+    """Choose a torch.distributed backend that fits the devices of all ranks.
 
-    ``ranks`` and ``hosts`` have one entry for each rank. ``backend`` is the choice of the user, which is
-    returned if it is possible. If it is None, NCCL is chosen if every rank has its own GPU, and gloo
-    otherwise.
+    Args:
+        ranks: Device by rank.
+        hosts: Machine by rank.
+        backend: The user's choice, which is returned if it is possible. None: NCCL if every rank has its own
+            GPU, otherwise gloo.
 
-    Raises ConfigError if a rank does not have its requested device, if only some ranks have a GPU, or if NCCL
-    is requested although ranks share a GPU.
-    requested although ranks share a GPU.
+    Raises:
+        ConfigError: If a rank does not have its requested device, if only some ranks have a GPU, or if NCCL
+            is requested although ranks share a GPU.
     """
     for rank, device in enumerate(ranks):
         if device.problem:
@@ -168,7 +170,7 @@ def _share_gpu(ranks: Sequence[RankDevice]) -> bool:
 
 
 def describe(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> str:
-    """Return one line about the devices of all ranks, how rows travel between them, and why."""
+    """Say in one line which devices the ranks have, how rows travel between them, and why."""
     names = list(dict.fromkeys(device.name for device in ranks))
     devices = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     num_machines = len(set(hosts))
@@ -194,7 +196,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def get_device_memory(device: torch.device) -> int:
-    """Return the size in bytes of the GPU's memory, or 0 on the CPU."""
+    """Return the GPU's memory in bytes, or 0 on the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
 
 
@@ -219,14 +221,14 @@ def resolve_device(requested: torch.device | str | None, rank_device: torch.devi
 
 @final
 class Streams:
-    """The copy stream of one GPU, and page-locked memory. Thread-safe. Tests replace it on CPUs."""
+    """One GPU's copy stream, and page-locked memory. Thread-safe. Tests replace it on CPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def use(self) -> AbstractContextManager[Any]:
-        """Make the copy stream and its device the current ones of this thread in a ``with`` block."""
+        """Make the copy stream and its device this thread's current ones in a ``with`` block."""
         return torch.cuda.stream(self._stream)
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ class Streams:
         return self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
-        """Let later work of the current stream wait for ``event``.
+        """Let the current stream's later work wait for ``event``.
 
         Keep ``tensors`` alive until it is done.
         """
@@ -252,13 +254,15 @@ class Streams:
 
 @final
 class CopyStream:
-    """Copies the tensors of batches to a device beside its computation. The host never waits. Thread-safe."""
+    """Copies batches to a device while the device computes. The host never waits. Thread-safe."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._lock = threading.Lock()
         self._in_flight: deque[tuple[Any, list[Tensor]]] = deque()
-        """Sources of copies. They are kept until the copies are done, and then their memory may be reused."""
+        """Tensors that are being copied. They are kept until the copies are done, and then their memory may
+        be reused.
+        """
 
     def copy_async(self, move: Callable[[Copy], T]) -> tuple[T, Callable[[], None]]:
         """Call ``move`` with a function that copies tensors. Return its result and a function to call.
@@ -294,7 +298,7 @@ class CopyStream:
 
 
 def open_copy_stream(device: torch.device) -> CopyStream | None:
-    """Return the copy stream for the batches of one loader, or None if ``device`` needs no stream."""
+    """Return a copy stream for one loader's batches, or None if ``device`` needs no stream."""
     return CopyStream(Streams(device)) if device.type == "cuda" else None
 
 
@@ -328,7 +332,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def allocate_host_memory(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return new host memory with the dtype of ``like``, page-locked if ``like`` is on a GPU.
+    """Allocate host memory with the dtype of ``like``, page-locked if ``like`` is on a GPU.
 
     Torch reuses page-locked memory once copies from it are done.
     """

@@ -1,12 +1,12 @@
 """Endpoints beside one-sided calls: a TCP connection per pair of ranks, and access for external clients.
 
 The connections carry large messages that both ends expect. Ranks exchange addresses by one-sided calls. They
-prove to each other that they know a key of the pair, which is never sent. Data is not encrypted. With
+prove to each other that they know the pair's key, which is never sent. Data is not encrypted. With
 ``DGLX_CURVE``, rows are sent by one-sided calls instead (see exchange.py).
 
 External clients, such as stateless workers, have their own secret, port and handlers. Their secret gives no
-access to the ranks' port, so it may be stored in places that must not know the job's secret, such as
-the events of a functions service. Their port serves only operations that are registered for clients (see
+access to the ranks' port, so it may be stored in places that must not know the job's secret, such as events
+for a functions service. Their port serves only operations that are registered for clients (see
 :meth:`Rpc.register`).
 """
 
@@ -44,7 +44,7 @@ _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HANDSHAKE_TIMEOUT_S = 5.0
-"""Time limit of each of the two messages of a handshake. The next connection waits meanwhile."""
+"""Time limit for each of the two messages in a handshake. The next connection waits meanwhile."""
 _CHECK_EVERY_S = 1.0
 
 
@@ -70,7 +70,7 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
         cleanup.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
 
-        # Connect to the lower ranks, and accept a connection of each higher rank.
+        # Connect to the lower ranks, and accept a connection from each higher rank.
         close_on_error = cleanup.enter_context(ExitStack())
         for peer in range(rank):
             connections[peer] = close_on_error.enter_context(_connect(session, peer))
@@ -120,7 +120,7 @@ def _connect(session: Session, peer: int) -> socket.socket:
 def _accept(
     session: Session, listener: socket.socket, pair_keys: Mapping[int, bytes]
 ) -> tuple[int, socket.socket]:
-    """Wait for a connection of one of the ranks in ``pair_keys``. Return that rank and the connection.
+    """Wait for a connection from a rank in ``pair_keys``. Return that rank and the connection.
 
     Connections that cannot prove to be such a rank are refused. Raises PeerError if a rank is dead or none
     connects in time.
@@ -163,7 +163,7 @@ def prove_rank(connection: socket.socket, rank: int, secret: bytes) -> None:
 
 
 def authenticate(connection: socket.socket, pair_keys: Mapping[int, bytes]) -> int:
-    """Return the rank of the other end. Raise OSError unless it proves to be in ``pair_keys``."""
+    """Return which rank is at the other end. Raise OSError unless it proves to be in ``pair_keys``."""
     magic, rank, nonce = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC or rank not in pair_keys:
         raise ConnectionRefusedError("it does not speak this job's protocol")
@@ -205,15 +205,16 @@ class ClientAccess:
     addresses: Mapping[int, PeerAddress]
     """Client endpoints by rank."""
     credentials: Credentials
-    """Credentials for clients of this rank. They hold a secret for clients only. With ``DGLX_CURVE`` they
-    also hold a key pair that only the client endpoints accept."""
+    """Credentials for clients that call this rank. They hold a secret for clients only. With ``DGLX_CURVE``
+    they also hold a key pair that only the client endpoints accept.
+    """
 
 
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     """Return the addresses and credentials for external clients.
 
-    The first call of a session is collective. Later calls return its result. A session of one rank listens
-    on the network interface ``interface``. By default it accepts only clients on this machine. A session of
+    A session's first call is collective. Later calls return its result. A session with one rank listens on
+    the network interface ``interface``. By default it accepts only clients on this machine. A session with
     several ranks listens on the addresses that its ranks already use. Raises ConfigError if ``interface``
     does not exist.
     """

@@ -1,7 +1,7 @@
-"""Exchange of rows between ranks that expect them: one interface over streams, calls and NCCL.
+"""Exchange rows between ranks that expect them: one interface over streams, calls and NCCL.
 
 docs/development/contracts.md, "Exchanges", lists where each kind of exchange is used, with measurements.
-Unexpected messages and messages of unknown size are sent by one-sided calls (rpc.py, mailbox.py).
+Unexpected messages, and messages with an unknown size, are sent by one-sided calls (rpc.py, mailbox.py).
 """
 
 import math
@@ -35,9 +35,9 @@ from dglx_dist.records import Array
 
 @final
 class ReusableBuffer:
-    """Host memory for one tensor at a time, of any shape and dtype. It grows and never shrinks.
+    """Host memory for one tensor at a time, with any shape and dtype. It grows and never shrinks.
 
-    Page faults of new memory cost more than copying into the memory. The next :meth:`take` reuses the memory.
+    Page faults in new memory cost more than copying into it. The next :meth:`take` reuses the memory.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ReusableBuffer:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # An expanded tensor of one number counts as contiguous, but has the stride 0.
+    # If one number is expanded to a tensor, the tensor counts as contiguous, but has the stride 0.
     return tensor.reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -81,19 +81,19 @@ class Incoming:
     rows: Tensor
     """Contiguous rows, which the exchange fills."""
     num_arrived: int = 0
-    """Number of bytes received so far."""
+    """Bytes received so far."""
 
 
 _ENCODED_ROWS = 1 << 12
 
 Wait: TypeAlias = Callable[..., list[Tensor]]
-"""Function that waits, and returns the rows of each incoming message.
+"""Function that waits, and returns each incoming message's rows.
 
-Its argument is an iterator of local work in small steps, which is done while bytes are in transit. The work
-yields True if it can continue at once, and False if it needs more of the incoming messages. Call the function
-once, on the thread that posted.
+Its argument is an iterator over local work in small steps, which is done while bytes are in transit. The work
+yields True if it can continue at once, and False if it needs more incoming messages. Call the function once,
+on the thread that posted.
 
-The function raises PeerError with the name of a peer that is dead, silent for too long, or at another
+The function raises PeerError, which names the peer, if a peer is dead, silent for too long, or at another
 exchange. It raises ConfigError if another thread runs an exchange on streams.
 """
 
@@ -101,8 +101,8 @@ exchange. It raises ConfigError if another thread runs an exchange on streams.
 class Exchange(ABC):
     """Sends rows to ranks that expect them, and receives rows from them.
 
-    The peers post the same exchanges in the same order. Rows travel in their dtype, or as the codes of a
-    :class:`RowCodec`, which are encoded and decoded piece by piece while others are in transit.
+    The peers post the same exchanges in the same order. Rows travel in their dtype, or as :class:`RowCodec`
+    codes, which are encoded and decoded piece by piece while others are in transit.
     """
 
     def __init__(self, session: Session) -> None:
@@ -121,27 +121,26 @@ class Exchange(ABC):
         batch: int | None = None,
         codec: RowCodec | None = None,
     ) -> Wait:
-        """Begin to send all of ``outgoing`` and to receive all of ``incoming``.
+        """Begin to send all ``outgoing`` and to receive all ``incoming`` messages.
 
         Both sides skip messages without bytes. The rows must not change until the wait function returns.
 
         Args:
             outgoing, incoming: Messages, at most one per peer.
-            name: Name of the exchange for errors and traces, equal on both sides. At most 32 bytes on
-                streams.
-            phase, layer: Keys of the traffic ledger. Without a phase, nothing is counted.
+            name: The exchange's name for errors and traces, equal on both sides. At most 32 bytes on streams.
+            phase, layer: Keys in the traffic ledger. Without a phase, nothing is counted.
             batch: Number of the mini-batch, for traces.
-            codec: Codec of the rows, which must be in host memory. None sends the rows unchanged.
+            codec: Codec for the rows, which must be in host memory. None sends the rows unchanged.
 
         Raises:
-            PeerError: a peer is dead, or the session is closed.
+            PeerError: If a peer is dead, or the session is closed.
         """
         own_rank = self.session.topology.rank
         messages = [message for message in outgoing if message.rows.numel()]
         expected = [message for message in incoming if message.rows.numel()]
         transfers = expected
         if codec is not None:
-            # Random rounding is keyed by the row number, so each pair of ranks needs a range of its own.
+            # Random rounding is keyed by the row number, so each pair of ranks needs its own range.
             messages = [
                 _encode(codec, message, (own_rank << 12 | message.rank) << 36) for message in messages
             ]
@@ -218,19 +217,19 @@ def _decode_arrived(
 
 @final
 class DeviceExchange(Exchange):
-    """Exchanges rows by torch.distributed between the accelerators of ranks. Every rank must construct it.
+    """Exchanges rows between the ranks' accelerators by torch.distributed. Every rank must construct it.
 
-    Messages are sent at once, in the order of the posts, which must be equal on all ranks. Later work on the
-    current stream of the device waits for the rows, but the host does not. Sizes are not compared.
+    Messages are sent at once, in the order in which they are posted, which must be equal on all ranks. Later
+    work on the device's current stream waits for the rows, but the host does not. Sizes are not compared.
     """
 
     def __init__(self, session: Session, device: torch.device) -> None:
         super().__init__(session)
         self._in_use = threading.Lock()
         with report_failed_peers(session, "opening connections between accelerators"):
-            # Messages need a group of their own, because they are not ordered with the sums of gradients.
+            # Messages need their own group, because they are not ordered with the gradient sums.
             self._group = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
-            # All ranks must create the communicator together. Later, only some of them send messages.
+            # All ranks must create the communicator together. Later, only some send messages.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def _post(
@@ -262,7 +261,7 @@ class DeviceExchange(Exchange):
 
 
 def _do_independent_work(work: Iterator[bool]) -> None:
-    """Do the steps of ``work`` that need no more rows, while the messages travel."""
+    """Do the steps in ``work`` that need no more rows, while the messages travel."""
     while next(work, False):
         pass
 
@@ -278,12 +277,12 @@ def open_devices(session: Session) -> DeviceExchange | None:
 
 
 DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
-"""Exchange of tensors on accelerators, opened collectively. None means that they go through host memory."""
+"""Exchange for tensors on accelerators, opened collectively. None means that they go through host memory."""
 
 
 _ADVICE = f"run the same layers on all ranks; {CALL_ALIKE}"
 _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
-"""Time of arrival, name and bytes of each message of one exchange."""
+"""Arrival time, name and bytes of each message in one exchange."""
 
 
 @final
@@ -297,7 +296,7 @@ class _Inbox:
         self._session = session
         self._lock = threading.Lock()
         self.expected = Counter[int]()
-        """Number of messages that this rank has waited for, by sender."""
+        """Messages that this rank has waited for, by sender."""
         self._sent = Counter[int]()
         # A mailbox exists until its wait function is dropped.
         self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived]
@@ -306,7 +305,7 @@ class _Inbox:
         """Messages that arrived for exchanges that this rank has not posted yet."""
 
     def post(self, receivers: Iterable[int], senders: Iterable[int]) -> tuple[dict[int, int], _Arrived]:
-        """Start an exchange. Return the number of its message to each receiver, and its mailbox."""
+        """Start an exchange. Return its message number for each receiver, and its mailbox."""
         mailbox: _Arrived = Mailbox(self._session, _ADVICE)
         with self._lock:
             for sender in senders:
@@ -341,9 +340,9 @@ def _check_bytes(arrays: Sequence[Array]) -> None:
 
 @final
 class CallExchange(Exchange):
-    """Exchanges rows by one-sided calls, in host memory. Any number of exchanges may be in flight.
+    """Exchanges rows by one-sided calls, in host memory. Several exchanges may be in flight.
 
-    Messages are received on the threads that serve calls. Exchanges of different objects may overtake each
+    Messages are received on the threads that serve calls. Exchanges on different objects may overtake each
     other. The constructor is collective. ``span`` is the name in traces. The default is the exchange's name.
     """
 
@@ -395,7 +394,7 @@ class CallExchange(Exchange):
 
 
 def _fill_pieces(outgoing: Sequence[Outgoing]) -> None:
-    """Fill the rows of messages that are filled piece by piece."""
+    """Fill the rows in messages that are filled piece by piece."""
     for message in outgoing:
         for _ in message.pieces or ():
             pass
@@ -403,10 +402,10 @@ def _fill_pieces(outgoing: Sequence[Outgoing]) -> None:
 
 _MAGIC = b"halo"
 _HEADER = struct.Struct("!4sQQ64s")
-"""Magic, sequence number of the message to this peer, size of the payload in bytes, name."""
+"""Magic, the message's number in the sequence to this peer, payload size in bytes, name."""
 MAX_NAME = 64
 _RECEIVE_BYTES = 1 << 20
-"""Maximum size of one read, so that no connection starves the others."""
+"""Maximum bytes per read, so that no connection starves the others."""
 
 
 def send_message(connection: socket.socket, header: bytes, message: Outgoing) -> Iterator[None]:
@@ -457,7 +456,7 @@ def receive_message(connection: socket.socket, expected_header: bytes, message: 
 
 
 def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
-    """Read into ``buffer`` and return the number of bytes, or 0 if no bytes have arrived."""
+    """Read into ``buffer`` and return how many bytes were read, or 0 if none have arrived."""
     try:
         num_bytes = connection.recv_into(buffer)
     except BlockingIOError:
@@ -539,7 +538,7 @@ class StreamExchange(Exchange):
                         "this rank. End the session and restart from the last checkpoint."
                     )
 
-                # The name is reset only after success, because a broken exchange leaves bytes on connections.
+                # Reset the name only after success, because a broken exchange leaves bytes on connections.
                 self._aborted = name
                 with self.session.timeline.span(name, NETWORK, batch):
                     transfers = self._start_transfers(outgoing, incoming, name)
@@ -563,7 +562,7 @@ class StreamExchange(Exchange):
     def _start_transfers(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
     ) -> dict[int, _Transfers]:
-        """Return the transfers to and from each rank, by rank and event of ``selectors``.
+        """Return the transfers to and from each rank, by rank and ``selectors`` event.
 
         The call numbers the messages, so every rank must make its exchanges in the same order.
         """
@@ -587,7 +586,7 @@ class StreamExchange(Exchange):
         """Send and receive until all transfers and all ``work`` are done.
 
         ``work`` computes a piece at each ``next``, which returns False if it waits for rows. Raises
-        RuntimeError if nothing moves within the time-out of the session.
+        RuntimeError if nothing moves within the session's time-out.
         """
         with selectors.DefaultSelector() as selector:
             for rank, unfinished in transfers.items():
@@ -636,7 +635,7 @@ class StreamExchange(Exchange):
         except PeerError:
             raise
         except OSError as error:
-            # The caller runs inside of report_failed_peers, which names the rank that failed first.
+            # The caller runs inside report_failed_peers, which names the rank that failed first.
             raise RuntimeError(f"the connection to {self._describe_rank(rank)} broke: {error}") from error
 
     def _describe_rank(self, rank: int) -> str:
@@ -645,7 +644,7 @@ class StreamExchange(Exchange):
 
 @final
 class RowExchanges:
-    """Exchanges of rows on the thread of the training loop, and their memory.
+    """Row exchanges on the training loop's thread, and their memory.
 
     The constructor is collective.
     """
@@ -660,9 +659,9 @@ class RowExchanges:
         self.received = ReusableBuffer()
         """Host memory for the rows that it receives."""
         self.late: CallExchange | None = None
-        """Exchange of messages that are in transit until the next step."""
+        """Exchange for messages that are in transit until the next step."""
         self.stale: Any = None
-        """Halo rows of the model that runs forward, if it uses the rows of the previous epoch."""
+        """Halo rows for the model that runs forward, if it uses the previous epoch's rows."""
         self.step = 0
         """Number of the training step, which keys random rounding."""
 
@@ -679,5 +678,6 @@ class RowExchanges:
 
 
 row_exchanges = SessionField(RowExchanges).get
-"""Return the exchanges of a session. The first call opens connections and is collective. It raises PeerError
-if a rank is dead or did not connect within the time limit."""
+"""Return a session's exchanges. The first call opens connections and is collective. It raises PeerError if a
+rank is dead or did not connect within the time limit.
+"""

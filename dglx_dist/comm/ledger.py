@@ -11,17 +11,17 @@ LedgerKey: TypeAlias = tuple[str, int, int, int]
 """(phase, layer, source rank, destination rank)."""
 
 WORKER = -1
-"""Number of any stateless worker in place of a rank. The rank that it calls counts its bytes."""
+"""Stands for any stateless worker in place of a rank. The rank that it calls counts its bytes."""
 
 CONTROL = "control"
-"""Phase of messages by which ranks agree. They are not payload of training."""
+"""Phase for messages by which ranks agree. They are not training payload."""
 
 Snapshot: TypeAlias = Mapping[LedgerKey, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """Bytes of one phase and layer from one rank to another."""
+    """Bytes in one phase and layer from one rank to another."""
 
     phase: str
     layer: int
@@ -54,7 +54,7 @@ class Ledger:
             self._bytes[key] = self._bytes.get(key, 0) + int(num_bytes)
 
     def total(self, *, phase: str | None = None, outside: bool | None = None) -> int:
-        """Return the bytes of one phase or of all. ``outside`` selects traffic between or within servers."""
+        """Add up the bytes in one phase or in all. ``outside`` selects traffic between or within servers."""
         total = 0
         for row in self.rows():
             if phase is not None and row.phase != phase:
@@ -77,9 +77,9 @@ class Ledger:
             self._bytes = dict(snapshot)
 
     def since(self, snapshot: Snapshot, *, control: bool = True) -> list[LedgerRow]:
-        """Return the sorted counts added after ``snapshot``.
+        """List what was added after ``snapshot``, sorted.
 
-        Counts of CONTROL are included if ``control``.
+        Counts in the phase CONTROL are included if ``control``.
         """
         rows = []
         for key, total in sorted(self.snapshot().items()):
@@ -102,10 +102,10 @@ class Ledger:
 
 
 def ring_bytes(num_bytes: int, world_size: int, rank: int) -> int:
-    """Return the bytes that ``rank`` sends in a ring all-reduce of ``num_bytes``: 2 (W - 1) / W of them.
+    """Return the bytes that ``rank`` sends in a ring all-reduce: 2 (W - 1) / W times ``num_bytes``.
 
-    If W does not divide the bytes, the first ranks send one byte more. So the sum over ranks is exactly
-    2 (W - 1) ``num_bytes`` (Patarasuk and Yuan's bound). The backend may choose another algorithm.
+    If W does not divide the bytes, the first ranks send one byte more. So the sum over ranks is exactly 2 (W
+    - 1) ``num_bytes`` (Patarasuk and Yuan's bound). The backend may choose another algorithm.
     """
     share, remainder = divmod(2 * (world_size - 1) * num_bytes, world_size)
     return share + (rank < remainder)

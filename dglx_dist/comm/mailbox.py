@@ -1,4 +1,4 @@
-"""Messages of peers by one-sided calls, collected by round and step until all senders have sent theirs."""
+"""Messages from peers by one-sided calls, collected by round and step until all senders have sent theirs."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from dglx_dist.errors import DglxError
 from dglx_dist.records import Array
 
 _CHECK_EVERY_S = 1.0
-"""Seconds between two probes of the ranks that a rank waits for."""
+"""A rank that waits for others probes them at this interval, in seconds."""
 
 MAX_AHEAD = 1 << 16
 """Maximum number of rounds by which a message may be early. It limits the memory for early messages."""
@@ -28,9 +28,9 @@ class RoundEnded(DglxError):
 
 @final
 class Mailbox(Generic[M]):
-    """Received messages. Any thread may put messages, and any number of threads may wait for them.
+    """Received messages. Any thread may put messages, and several threads may wait for them.
 
-    Round numbers increase. Messages of a round that has ended are dropped. ``advice`` is the remedy in the
+    Round numbers increase. Messages are dropped if their round has ended. ``advice`` is the remedy in the
     error for a rank that sends no message.
     """
 
@@ -43,11 +43,11 @@ class Mailbox(Generic[M]):
         """Messages by round and step, and then by sender."""
         self._reason: BaseException | None = None
         """Error for threads that wait for a round before :attr:`first_round`."""
-        # Functions that create the exceptions. A stored exception would hold the frames of its traceback.
+        # Functions that create the exceptions. A stored exception would hold its traceback's frames.
         self._failures: dict[int, Callable[[], BaseException]] = {}
 
     def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
-        """Add the message of the rank ``sender``, unless its round has ended."""
+        """Add the message from rank ``sender``, unless its round has ended."""
         with self._condition:
             if round_number >= self.first_round:
                 self._arrived.setdefault((round_number, step), {})[sender] = message
@@ -68,7 +68,7 @@ class Mailbox(Generic[M]):
             self._condition.notify_all()
 
     def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
-        """Let threads that wait for missing messages of ``round_number`` raise the first ``reason``."""
+        """Let threads that wait for missing messages in ``round_number`` raise the first ``reason``."""
         with self._condition:
             self._failures.setdefault(round_number, reason)
             self._condition.notify_all()
@@ -81,14 +81,15 @@ class Mailbox(Generic[M]):
         what: str,
         is_busy: Callable[[int], bool] = lambda _rank: False,
     ) -> dict[int, M]:
-        """Wait for a message of each of the ranks ``senders``, and return them by rank.
+        """Wait for a message from each rank in ``senders``, and return the messages by rank.
 
         ``what`` names the messages in errors. A late rank gets more time if ``is_busy`` returns True for it,
         because it still works on the round.
 
         Raises:
-            PeerError: a rank failed, is dead, or sent nothing within the time limit. The message names it.
-            RoundEnded: the round ended meanwhile. If its end or failure has a reason, that is raised instead.
+            PeerError: If a rank failed, is dead, or sent nothing within the time limit. The message names it.
+            RoundEnded: If the round ended meanwhile. If its end or failure has a reason, that is raised
+                instead.
         """
         deadline = time.monotonic() + self._session.timeout_s
         while True:
@@ -110,7 +111,7 @@ class Mailbox(Generic[M]):
     ) -> list[int] | dict[int, M]:
         """Wait until all messages have arrived, or until it is time to probe the missing ranks.
 
-        Return the messages by rank, or the list of the missing ranks.
+        Return the messages by rank, or a list with the missing ranks.
         """
 
         def find_missing() -> list[int]:
@@ -142,10 +143,10 @@ Put: TypeAlias = Callable[[int, str, int, list[Array]], None]
 
 @final
 class OneSidedExchange:
-    """Sends arrays of any number and size, on any thread. All ranks must construct it before one posts.
+    """Sends arrays, however many and large, on any thread. All ranks must construct it before one posts.
 
     Args:
-        op: Name of the remote call, equal on all ranks and used by nothing else.
+        op: Name for the remote call, equal on all ranks and used by nothing else.
         check: Function that checks received arrays. The sender gets its error.
         put: Function that takes the messages instead of :attr:`mailbox`.
         first_round: Function that returns the current round with a sender, together with ``put``.

@@ -1,6 +1,6 @@
-"""Rendezvous of the ranks: network addresses, the rendezvous store with its barriers, and the first failure.
+"""Let the ranks meet: network addresses, the rendezvous store with its barriers, and the first failure.
 
-The store accepts values of any process, so each value of a rank carries an HMAC with a key of the job.
+Any process can write to the store, so each value from a rank carries an HMAC with the job's key.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.internals.pytorch import TCPStore
 
 _CHECK_EVERY_S = 1.0
-"""Seconds between two probes of the ranks that a rank waits for."""
+"""A rank that waits for others probes them at this interval, in seconds."""
 _LOCAL_STORE_TIMEOUT_S = 10.0
-"""Seconds to wait for the store of a local launcher, which starts before the ranks unless it was killed."""
+"""Seconds to wait for a local launcher's store, which starts before the ranks unless it was killed."""
 _FIRST_ERROR = "first_error"
 _MAX_REASON_CHARS = 2000
 _SECRET, _SECRET_FILE = "secret", "dglx-secret"
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
-    """Connect to the store of the job, or host it on rank 0 if the launcher does not.
+    """Connect to the job's store, or host it on rank 0 if the launcher does not.
 
     Raises ConfigError if the host is unknown, and PeerError if the store did not answer within ``timeout_s``.
     """
@@ -74,7 +74,7 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             "MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0's machine, on all ranks."
         ) from error
     except RuntimeError as error:
-        # Check the name after the failure, because the first look-up of a new name may fail.
+        # Check the name after the failure, because the first look-up may fail for a new name.
         _check_host(host, port)
         reason = _read_first_line(error)
         if is_host:
@@ -102,9 +102,9 @@ def _check_host(host: str, port: int) -> None:
 
 @contextmanager
 def _report_silent_store() -> Iterator[None]:
-    """Turn errors of the store in a ``with`` block into a PeerError.
+    """Turn the store's errors in a ``with`` block into a PeerError.
 
-    The store closes the connection of a client after a failed read or an invalid number.
+    The store closes a client's connection after a failed read or an invalid number.
     """
     try:
         yield
@@ -116,7 +116,7 @@ def _report_silent_store() -> Iterator[None]:
 
 
 def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Serve a store only on the address of ``host``, without waiting for its clients.
+    """Serve a store only on the address that ``host`` resolves to, without waiting for its clients.
 
     Port 0 selects a free port. A TCPStore that binds by itself would listen on every interface. Raises
     OSError if the port is in use, or there is no such address.
@@ -142,7 +142,7 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
 
 
 def _connect_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
-    """Connect to the store of another rank. Raise RuntimeError if it does not answer in time."""
+    """Connect to another rank's store. Raise RuntimeError if it does not answer in time."""
     outcome: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
 
     def connect() -> None:
@@ -153,8 +153,8 @@ def _connect_store(host: str, port: int, world_size: int, timeout_s: float) -> S
         except RuntimeError as error:
             outcome.put(error)
 
-    # Connect on a thread. The time limit of a TCPStore covers the connection, but not the wait for an answer
-    # of another program that listens there.
+    # Connect on a thread. A TCPStore's time limit covers the connection, but not the wait for an answer if
+    # another program listens there.
     threading.Thread(target=connect, daemon=True, name="dglx-store").start()
     try:
         result = outcome.get(timeout=timeout_s + _CHECK_EVERY_S)
@@ -181,7 +181,7 @@ def _host_store(host: str, port: int, world_size: int, timeout_s: float) -> Stor
             bind_error = error
 
     # Any other host may be a name in another network, to which nothing here can bind. A port that is in use
-    # may belong to an earlier session of this process. Its store is then shared.
+    # may belong to an earlier session in this process. Its store is then shared.
     try:
         return TCPStore(
             host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
@@ -247,11 +247,11 @@ class SealedStore(Store):
 
 @final
 class JobStore:
-    """Values, barriers and failures of the ranks of one session in the rendezvous store. Thread-safe."""
+    """The ranks' values, barriers and failures for one session in the rendezvous store. Thread-safe."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.raw = store
-        """Store of the session's values. :meth:`seal` replaces it with a store that authenticates values."""
+        """Store for the session's values. :meth:`seal` replaces it with a store that authenticates values."""
         self.unsealed = store
         self._failures = store
         self.key = b""
@@ -264,10 +264,10 @@ class JobStore:
     def seal(self, settings: Settings, *, is_local: bool) -> None:
         """Agree on the job's secret, and seal all later values with it.
 
-        If ``settings`` has no secret, rank 0 makes a secret. If all ranks are on this machine (``is_local``),
-        they read the secret from the memory of rank 0, which requires the same user. Otherwise rank 0 writes
-        it to the store, with a warning. Raises ConfigError if only some ranks have a secret, or if a secret
-        is required but missing.
+        If ``settings`` has no secret, rank 0 makes one. If all ranks are on this machine (``is_local``), they
+        read the secret from rank 0's memory, which requires the same user. Otherwise rank 0 writes it to the
+        store, with a warning. Raises ConfigError if only some ranks have a secret, or if a secret is required
+        but missing.
         """
         secret = settings.secret
         if secret is None and settings.require_secret and not is_local:
@@ -296,7 +296,7 @@ class JobStore:
         self._wait_for([_SECRET], "the start", None)
         secret = self.raw.get(_SECRET)
         if not secret:
-            # Other ranks wait for a value of this rank. They refuse this one, because it has no seal, and
+            # Other ranks wait for a value from this rank. They refuse this one, because it has no seal, and
             # so they stop at once.
             self.raw.set(f"start/{self.rank}", "")
             raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none. {_SECRET_HINT}")
@@ -305,10 +305,10 @@ class JobStore:
         return secret
 
     def _use_secret(self, secret: bytes) -> None:
-        """Seal the values with ``secret``, and agree with all ranks on a key of this session."""
+        """Seal the values with ``secret``, and agree with all ranks on a key for this session."""
         sealed_store = SealedStore(self.raw, derive_key(secret, "store", VERSION))
         self.raw = self._failures = sealed_store
-        # Values of another session have a valid seal, too, but their nonces lead to a different key.
+        # Values from another session have a valid seal, too, but their nonces lead to a different key.
         own_nonce = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", own_nonce)
         nonces[self.rank] = own_nonce
@@ -316,7 +316,7 @@ class JobStore:
         self.key = derive_key(secret, "session", nonces)
 
     def exchange(self, what: str, value: object) -> list[object]:
-        """Return the ``value`` (JSON) of every rank, by rank. Every rank calls this once per ``what``."""
+        """Return every rank's ``value`` (JSON), by rank. Every rank calls this once per ``what``."""
         self.raw.set(f"{what}/{self.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         self._wait_for(keys, what, None)
@@ -370,7 +370,7 @@ class JobStore:
                 self._failures.set(_FIRST_ERROR, json.dumps(failure))
 
     def claim_message(self, text: str) -> bool:
-        """Return whether this rank is the first rank that asks to show an error with this ``text``."""
+        """Return whether this rank is the first to ask to show an error with this ``text``."""
         with contextlib.suppress(RuntimeError):
             return int(self.raw.add(f"shown/{zlib.crc32(text.encode())}", 1)) == 1
         return True
@@ -386,7 +386,7 @@ class JobStore:
         return False
 
     def first_failure(self) -> tuple[int, str] | None:
-        """Return (rank, text) of the first rank that reported a failure, or None."""
+        """Return (rank, text) for the first rank that reported a failure, or None."""
         try:
             if not self._failures.check([_FIRST_ERROR]):
                 return None
@@ -398,7 +398,7 @@ class JobStore:
     def _check_missing(
         self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None
     ) -> list[int]:
-        """Return the missing ranks. Raise PeerError if one of them failed or is dead."""
+        """Return the missing ranks. Raise PeerError if a missing rank failed or is dead."""
         missing = self._find_missing(keys)
         while missing:
             try:
@@ -431,7 +431,7 @@ class JobStore:
 
 @contextmanager
 def _private_file(content: bytes) -> Iterator[str]:
-    """Yield a path from which processes of this user read ``content``, or "" if it is empty."""
+    """Yield a path from which this user's processes read ``content``, or "" if it is empty."""
     if not content:
         yield ""
         return
@@ -444,10 +444,10 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def _read_private_file(path: str) -> bytes:
-    """Return the secret of rank 0 from a path of :func:`_private_file`. Raise PeerError if that fails."""
+    """Read rank 0's secret from a :func:`_private_file` path. Raise PeerError if that fails."""
     reason = "no such file of this user"
     try:
-        # The path comes from the store, so accept only a file of a secret, and open none that blocks.
+        # The path comes from the store, so accept only a secret's file, and open none that blocks.
         process = re.fullmatch(r"(/proc/[0-9]{1,10})/fd/[0-9]{1,10}", path)
         if process is not None and _is_own_secret_file(path, process[1]):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -465,7 +465,7 @@ def _read_private_file(path: str) -> bytes:
 
 
 def _is_own_secret_file(path: str, process: str) -> bool:
-    """Return whether ``path`` is an in-memory secret file of a process of this user."""
+    """Return whether ``path`` is an in-memory secret file in a process that this user runs."""
     status = os.stat(path)
     process_status = os.stat(process)
     is_own = status.st_uid == os.geteuid() == process_status.st_uid
@@ -479,7 +479,7 @@ def _read_first_line(error: Exception) -> str:
 
 
 def choose_listening_address(rendezvous: Rendezvous) -> str:
-    """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
+    """Return the local address on the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
 
     Raises ConfigError if there is no such interface, or only loopback although there are several machines.
     """
@@ -495,7 +495,7 @@ def choose_listening_address(rendezvous: Rendezvous) -> str:
 
 
 def find_interface_address(name: str, setting: str = "GLOO_SOCKET_IFNAME") -> str:
-    """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
+    """Return the IPv4 address on the interface ``name``, or else its IPv6 address.
 
     Raises ConfigError if it does not exist or has no address. The message names the user's ``setting``.
     """
@@ -512,7 +512,7 @@ def find_interface_address(name: str, setting: str = "GLOO_SOCKET_IFNAME") -> st
 
 
 def read_link_speed(address: str) -> float | None:
-    """Return the speed in bytes per second of the network card that has the numeric local ``address``.
+    """Return the bytes per second of the network card with the numeric local ``address``.
 
     The result is None if the kernel reports no speed, as for loopback and many virtual cards.
     """
@@ -539,7 +539,7 @@ def find_address_towards(host: str | None, port: int, setting: str, remedy: str)
 
 
 def _find_own_address() -> str:
-    """Return an address of this machine's host name that is not loopback, or raise ConfigError."""
+    """Return an address for this machine's host name that is not loopback, or raise ConfigError."""
     name = socket.gethostname()
     try:
         entries = socket.getaddrinfo(name, None)

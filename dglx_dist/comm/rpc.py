@@ -1,4 +1,4 @@
-"""Zero-copy RPC over ZeroMQ: any thread of a rank can call another rank, which answers on its own threads."""
+"""Zero-copy RPC over ZeroMQ: any thread may call another rank, which answers on its own threads."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _SLOW_OPERATION_S = 2e-3
 run on a worker thread. Other operations run on the serving thread, which saves two thread switches."""
 
 _NUM_WORKERS = 2
-"""Number of worker threads for slow handlers. With two, one slow handler does not block the next."""
+"""Worker threads for slow handlers. With two, one slow handler does not block the next."""
 
 _PROVE = "cluster.prove"
-"""First call of a connection, with number 0. The server proves that it knows the key."""
+"""First call on a connection, with number 0. The server proves that it knows the key."""
 
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
@@ -89,19 +89,19 @@ class Server:
         self._waker.connect(_WAKE_ENDPOINT)
         self._waker_lock = threading.Lock()
 
-        # Bind to a random port of the address.
+        # Bind to a random port at the address.
         host_endpoint = format_endpoint(address, 0).rsplit(":", 1)[0]
         port = self._router.bind_to_random_port(host_endpoint)
         self.endpoint = format_endpoint(address, port)
         self._replies: deque[tuple[bytes, Buffers]] = deque()
-        """Replies of worker threads, which the serving thread sends."""
+        """Replies from worker threads, which the serving thread sends."""
         self._close_event = threading.Event()
         self._op_seconds: dict[str, float] = {}
-        """Duration of each operation, which tells slow operations from fast ones."""
+        """Seconds that each operation takes, which tells slow operations from fast ones."""
         self._slow_requests: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None]
         self._slow_requests = queue.SimpleQueue()
 
-        # Threads of concurrent.futures would end before a script's exit handlers run. A session that such a
+        # Threads from concurrent.futures would end before a script's exit handlers run. A session that such a
         # handler closes must still serve the other ranks.
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
         self._workers = []
@@ -128,8 +128,8 @@ class Server:
         self._waker.close(0)
 
     def _serve(self) -> None:
-        """Receive requests, and send the replies of worker threads, until the server is closed."""
-        # A blocking receive is the fastest way to wait. A message of `_waker` interrupts it.
+        """Receive requests, and send the worker threads' replies, until the server is closed."""
+        # A blocking receive is the fastest way to wait. A message on `_waker` interrupts it.
         while not self._close_event.is_set():
             peer = self._router.recv()
             if peer != _WAKE:
@@ -148,7 +148,7 @@ class Server:
         Malformed messages are dropped with a warning, so that one peer cannot stop the server.
         """
         first_frame = self._router.recv(copy=False)
-        # The message shows that the connection of this file descriptor passed the handshake.
+        # The message shows that the connection with this file descriptor passed the handshake.
         self._authenticator.confirm(int(first_frame.get(zmq.SRCFD)))
 
         try:
@@ -160,7 +160,7 @@ class Server:
                 self._send(peer, encode(Head(Kind.REPLY, head.request, name=proof.decode())))
                 return
             if head.op not in self._handlers:
-                # Arrays of unregistered operations are not read, which matters for external clients.
+                # Arrays for unregistered operations are not read, which matters for external clients.
                 error_text = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
                 self._send(peer, _encode_error(head, error_text))
                 return
@@ -185,7 +185,7 @@ class Server:
             self._wake_server()
 
     def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
-        """Call the handler, and return its encoded answer or error. Record the seconds of the operation."""
+        """Call the handler, and return its encoded answer or error. Record how long the operation took."""
         start_s = time.perf_counter()
         try:
             answer = run_handler(self._handlers, head.op, head.name, arrays)
@@ -227,12 +227,12 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     # This also limits the memory that an unknown peer can use before the handshake ends. Curve adds a few
     # bytes to each frame.
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + 64)
-    # Never reconnect, because another process may have got the port of a dead rank.
+    # Never reconnect, because another process may have got a dead rank's port.
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
 
 def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
-    """Run the handler of ``op``. Raise LookupError if there is none."""
+    """Run the handler for ``op``. Raise LookupError if there is none."""
     handler = handlers.get(op)
     if handler is None:
         raise LookupError(_unknown_operation(op, handlers))
@@ -255,11 +255,11 @@ _WATCHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeerAddress:
-    """Endpoint of a rank."""
+    """A rank's endpoint."""
 
     rank: int
     host: str
-    """Name of the machine, for messages."""
+    """The machine's name, for messages."""
     endpoint: str
     public_key: bytes | None = None
 
@@ -276,16 +276,16 @@ def open_endpoints(
     """Exchange public keys, and listen with the credentials. Every rank must call this.
 
     Args:
-        gather: Function from (what, JSON value) to the values of all ranks.
-        hosts: (W,) machine of each rank.
+        gather: Function from (what, JSON value) to every rank's value.
+        hosts: (W,) machine by rank.
         listen: Function that serves with the given credentials and returns the endpoint.
-        secret: Secret of all ranks. It gives access unless ``encrypted``.
+        secret: Secret that all ranks know. It gives access unless ``encrypted``.
         encrypted: Whether connections are encrypted. Then each rank makes a key pair, which gives access.
         for_clients: Whether external clients connect instead of ranks. They get a key pair that differs from
-            the key pair of the endpoints.
+            the endpoints' key pairs.
 
     Returns:
-        Credentials that this rank, or its clients, present, and the addresses of all ranks.
+        Credentials that this rank, or its clients, present, and all ranks' addresses.
     """
     server_keys = zmq.curve_keypair() if encrypted else (None, None)
     client_keys = server_keys
@@ -319,7 +319,7 @@ def open_endpoints(
 
 @final
 class Pending:
-    """A call in flight, or the ``answer`` of a call to this rank itself. One thread at a time may wait."""
+    """A call in flight, or the ``answer`` if a rank called itself. One thread at a time may wait."""
 
     def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
         self._link = link
@@ -328,7 +328,7 @@ class Pending:
         self._answer = answer
         self._start_s = time.monotonic()
         self.timeout_s = 0.0
-        """Default time limit of :meth:`result`."""
+        """Default time limit for :meth:`result`."""
         self.count: Callable[[int], None] | None = None
         """Function that is called with the answer's bytes when it has arrived."""
 
@@ -349,8 +349,8 @@ class Pending:
         """Wait for the answer, at most ``timeout_s`` since the call. The default is the session's time limit.
 
         Raises:
-            PeerError: the rank is dead or silent. The message names it.
-            RemoteError: the handler of the rank raised.
+            PeerError: If the rank is dead or silent. The message names it.
+            RemoteError: If the rank's handler raised.
         """
         if self._answer is not None:
             return self._answer
@@ -408,15 +408,15 @@ class Link:
         self._socket = socket
         self._closing = closing
         self._waiting: set[int] = set()
-        """Numbers of requests that have no reply yet."""
+        """Request numbers that have no reply yet."""
         self.replies: dict[int, tuple[Head, list[Array]]] = {}
         self._next_request = 0
         self._receive_timeout_ms = -1
-        # Sockets of ZeroMQ are not thread-safe. Another thread must not close a socket during a call.
+        # ZeroMQ's sockets are not thread-safe. Another thread must not close a socket during a call.
         self._in_use = threading.Lock()
 
-        # Choose a unique name. The default of pyzmq contains the file descriptor, which a new socket may get
-        # before the monitor of the old socket has ended.
+        # Choose a unique name. pyzmq's default contains the file descriptor, which a new socket may get
+        # before the old socket's monitor has ended.
         monitor_name = f"inproc://link-{uuid.uuid4().hex}"
         self._monitor = socket.get_monitor_socket(_WATCHED, monitor_name)
         socket.connect(peer.endpoint)
@@ -451,14 +451,14 @@ class Link:
         return call
 
     def forget(self, request: int) -> None:
-        """Drop the reply of ``request``, even if the reply arrives later. Thread-safe."""
+        """Drop the reply to ``request``, even if it arrives later. Thread-safe."""
         self._waiting.discard(request)
         self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> bool:
         """Wait at most ``timeout_ms`` for a message and store it. Return whether a message arrived.
 
-        With a time of 0, this returns False if another thread is receiving.
+        With a time-out of 0, this returns False if another thread is receiving.
         """
         if not self._in_use.acquire(blocking=timeout_ms > 0):
             return False
@@ -541,7 +541,7 @@ class Client:
         return self._link(rank).send(op, name, arrays)
 
     def close(self) -> None:
-        """End the waiting calls of all threads with an error, and close their connections."""
+        """End all threads' waiting calls with an error, and close their connections."""
         self.closing.set()
         with self._links_lock:
             for link in list(self._links):
@@ -595,14 +595,14 @@ class Rpc:
         self._handlers: dict[str, Handler] = {_PING: self._on_ping}
         self._client_handlers: dict[str, Handler] = {}
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
-        """One context for each server, because all sockets of a context share one authenticator."""
+        """One context for each server, because all sockets in a context share one authenticator."""
         self._servers: list[Server] = []
         self._watch = DescriptorWatch()
         self._client: Client | None = None
         self.credentials: Credentials | None = None
         """Credentials that this rank presents and accepts. None before :meth:`listen`."""
         self.addresses: Mapping[int, PeerAddress] = {}
-        """Addresses of all ranks, including this one. Empty in a session of one rank."""
+        """All ranks' addresses, including this one's. Empty in a session with one rank."""
         self.address = ""
         """Numeric address on which this rank listens. Empty before :meth:`listen`."""
 
@@ -619,11 +619,11 @@ class Rpc:
         self._client = Client(self._contexts[0], peers, self.credentials)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
-        """Serve client operations at another port of ``address``. Return the endpoint."""
+        """Serve client operations at another port on ``address``. Return the endpoint."""
         return self._serve(address, credentials, self._client_handlers)
 
     def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
-        """Answer calls of ``op`` with ``handler``, which any thread calls, several at a time.
+        """Answer calls to ``op`` with ``handler``, which any thread calls, several at a time.
 
         The returned arrays are sent without a copy and must not be changed afterwards. External clients may
         call the operation only if ``for_clients``. Raises ConfigError if ``op`` is already registered.
@@ -635,21 +635,21 @@ class Rpc:
             self._client_handlers[op] = handler
 
     def unregister(self, op: str) -> None:
-        """Answer calls of ``op`` with an error. Unknown names are ignored."""
+        """Answer calls to ``op`` with an error. Unknown names are ignored."""
         self._handlers.pop(op, None)
         self._client_handlers.pop(op, None)
 
     def submit(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str | None, layer: int = 0
     ) -> Pending:
-        """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
+        """Call ``rank`` and return at once. Thread-safe.
 
-        ``phase`` is the key of the ledger that counts the bytes, or None to count nothing. A call to this
-        rank itself runs the handler at once, without a socket.
+        ``arrays`` must not change until the result arrives. The ledger counts the bytes under ``phase``, or
+        nothing if it is None. A call to this rank itself runs the handler at once, without a socket.
 
         Raises:
-            PeerError: there is no such rank, or the session is closed.
-            RemoteError: this rank called itself, and its handler raised.
+            PeerError: If there is no such rank, or the session is closed.
+            RemoteError: If this rank called itself, and its handler raised.
         """
         if rank == self.rank:
             try:
@@ -735,7 +735,7 @@ class Rpc:
             self._client.closing.set()
 
     def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
-        # Each server needs a context of its own. See `_contexts`.
+        # Each server needs its own context. See `_contexts`.
         context = zmq.Context()
         self._contexts.append(context)
         server = Server(context, self.rank, address, credentials, handlers, self._watch)

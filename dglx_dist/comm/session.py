@@ -1,4 +1,4 @@
-"""Sessions: start and end of a rank, with its RPC, ledger, scratch folder and failure reports."""
+"""Sessions: how a rank starts and ends, with its RPC, ledger, scratch folder and failure reports."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_hellos(facts: list[Any]) -> None:
 def check_values_equal(
     what: str, values: Sequence[Any], remedy: str, error: type[DglxError] = ConfigError
 ) -> None:
-    """Compare the JSON ``values`` of all ranks. Raise ``error``, which shows the first difference."""
+    """Compare the JSON ``values`` from all ranks. Raise ``error``, which shows the first difference."""
     for rank, value in enumerate(values):
         if _differ(values[0], value):
             expected, actual = _find_first_difference(values[0], value)
@@ -109,7 +109,7 @@ _MISSING_VALUE = object()
 
 
 def _find_first_difference(a: Any, b: Any) -> tuple[str, str]:
-    """Return both values as text. Of dictionaries and lists, return the first items that differ."""
+    """Return both values as text. For dictionaries and lists, return the first items that differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in {**a, **b}:
             value_a = a.get(name, _MISSING_VALUE)
@@ -131,7 +131,7 @@ def _differ(a: object, b: object) -> bool:
 def _show_value(value: object, counterpart: object) -> str:
     if value is _MISSING_VALUE:
         return "nothing"
-    # Show the type, like the quotes of a string, only if the values look equal without it.
+    # Show the type, like a string's quotes, only if the values look equal without it.
     return repr(value) if str(value) == str(counterpart) else str(value)
 
 
@@ -148,19 +148,19 @@ _END_ALIKE = (
 )
 """Remedy if a rank waits for another rank that has reached its end."""
 ALL_GATHER = "all-gather"
-"""Status of a rank that waits for all ranks."""
+"""A rank's status while it waits for all ranks."""
 NEXT_BATCH = "the next batch"
-"""Status of a rank that waits for its loader."""
+"""A rank's status while it waits for its loader."""
 _END = "the end of the session"
-"""Status of a rank that waits at the end of the session."""
+"""A rank's status while it waits at the end of the session."""
 _APART_AFTER = 3
-"""Number of consecutive probes with ranks that wait for each other, until a warning is logged."""
+"""Consecutive probes that find ranks waiting for each other, until a warning is logged."""
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_AT_END_TIMEOUT_S = 2.0
 _CHECKPOINT_TIMEOUT_S = 10.0
-"""Seconds for the checkpoint of ranks after their launcher was killed."""
+"""Seconds that ranks have to write a checkpoint after their launcher was killed."""
 _IGNORE_SIGNALS_S = 10.0
-"""Seconds after a stop in which signals are ignored, because launchers send a signal several times."""
+"""Seconds after a stop during which signals are ignored, because launchers send a signal several times."""
 
 
 @final
@@ -216,7 +216,7 @@ class FailureWatch:
         return f"{activity}: " + ("; ".join(reasons) or "no rank is known to have ended")
 
     def _describe_collectives(self, statuses: Mapping[int, str | None]) -> list[str]:
-        """Describe the ranks that are alive, but not in the collective of this rank."""
+        """Describe the ranks that are alive, but not in this rank's collective."""
         reasons = []
         for rank, status in statuses.items():
             if status is None or status == self._rpc.status:
@@ -252,7 +252,7 @@ def mark_error(error: BaseException, store: JobStore) -> None:
     """Record in an error whether another rank shows it or its cause."""
     if not isinstance(error, DglxError) or error.is_shown_elsewhere:
         return
-    # An error that quotes the failure of another rank follows from it, and that rank shows the failure.
+    # An error that quotes another rank's failure follows from it, and that rank shows the failure.
     if isinstance(error, PeerError):
         failure = store.first_failure()
         if failure is not None and failure[0] != store.rank and failure[1] in str(error):
@@ -263,13 +263,13 @@ def mark_error(error: BaseException, store: JobStore) -> None:
 
 
 def show_briefly() -> None:
-    """Show uncaught errors of this package in one line instead of a traceback, in processes of torchrun."""
+    """Show this package's uncaught errors in one line instead of a traceback, in torchrun's processes."""
     if is_launched_by_torchrun() and sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_error
 
 
 def _show_error(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of this package with the last line of the user's code, as ``sys.excepthook``."""
+    """Print this package's errors with the last line in the user's code, as ``sys.excepthook``."""
     if not isinstance(error, DglxError):
         sys.__excepthook__(error_type, error, trace)
         return
@@ -295,7 +295,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @final
 class Scratch:
-    """The scratch folder ``path`` of a server. Its ranks open it with the same ``job`` and ``server``.
+    """A server's scratch folder ``path``. Its ranks open it with the same ``job`` and ``server``.
 
     Each rank holds a shared lock on the folder. The kernel releases the lock, however the process ends. The
     next Scratch removes folders without a lock.
@@ -326,7 +326,7 @@ def _remove_abandoned(base: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# This is the only module-level state of the package, because user code calls dx.init() once and then names no
+# This is the package's only module-level state, because user code calls dx.init() once and then names no
 # session. The package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
 _LATER: list[Callable[[], Session]] = []
@@ -336,7 +336,7 @@ V = TypeVar("V")
 
 @final
 class SessionField(Generic[V]):
-    """A typed field of every session, for the module that declares the field.
+    """A typed field on every session, for the module that declares the field.
 
     ``make`` creates the value at the first access. The access is collective if ``make`` communicates.
     """
@@ -356,25 +356,25 @@ class SessionField(Generic[V]):
 @final
 @dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """Session of one rank; see :func:`start_session`. Close it, or use it as a context manager."""
+    """One rank's session; see :func:`start_session`. Close it, or use it as a context manager."""
 
     strategy: str
     options: dict[str, object]
-    """Options of the strategy."""
+    """The strategy's options."""
     timeout_s: float
     seed: int
     topology: Topology
     rpc: Rpc
     ledger: Ledger
     hosts: tuple[str, ...]
-    """(W,) machine of each rank, for messages."""
+    """(W,) machine by rank, for messages."""
     device: torch.device
     ranks_of_device: int
-    """Number of ranks that share the GPU. It is 1 on the CPU."""
+    """Ranks that share the GPU. It is 1 on the CPU."""
     job: str
-    """Unique name of the session, equal on its ranks."""
+    """The session's unique name, equal on its ranks."""
     trace: TraceWriter | None
-    """Writer of the trace. None unless DGLX_TRACE is set."""
+    """Writes the trace. None unless DGLX_TRACE is set."""
     scratch_in: Path | None = None
     """Folder on a disk for :attr:`scratch`. None uses memory if possible."""
     store: JobStore | None = None
@@ -382,11 +382,11 @@ class Session:
     owns_group: bool = False
     """Whether the process group ends with the session."""
     step_share: StepShare | None = field(default=None, init=False)
-    """Share of the current step. The loader sets it when it yields a batch."""
+    """This rank's share in the current step. The loader sets it when it yields a batch."""
     model_share: StepShare | None = field(default=None, init=False)
-    """Share with which the wrapped model of the last forward pass weighs this rank's loss."""
+    """Share with which the last wrapped model that ran forward weighs this rank's loss."""
     timeline: Timeline = field(default_factory=Timeline, init=False)
-    """Timeline of spans. It is off until it is started."""
+    """Timeline for this rank's spans. It is off until it is started."""
     before_close: list[Callable[[], None]] = field(default_factory=list, init=False)
     """Functions that :meth:`close` calls first to finish outstanding work, unless the session failed."""
     on_close: list[Callable[[], None]] = field(default_factory=list, init=False)
@@ -407,9 +407,9 @@ class Session:
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
         self._launcher_pid = os.getppid()
         self._interrupted_s = math.inf
-        """Time of the first SIGINT, or infinity."""
+        """Time at which the first SIGINT arrived, or infinity."""
         self._left_s = math.inf
-        """Time at which the last block of :meth:`stoppable` ended, or infinity."""
+        """Time at which the last :meth:`stoppable` block ended, or infinity."""
 
         self._watch: FailureWatch | None = None
         self._pipes: list[SignalPipe] = []
@@ -439,7 +439,7 @@ class Session:
 
     @property
     def scratch(self) -> Path:
-        """Folder that the ranks of this server share. It is removed at the end; see :attr:`scratch_in`."""
+        """Folder that this server's ranks share. It is removed at the end; see :attr:`scratch_in`."""
         return self._scratch.path
 
     @property
@@ -482,7 +482,7 @@ class Session:
         if self.trace is not None:
             self.trace.write(self.job, self.topology, self.ledger, failed=failed)
 
-        # After this barrier no rank reads rows of this rank, so the connections may end.
+        # After this barrier no rank reads this rank's rows, so the connections may end.
         if self.store is not None:
             if failed:
                 self.store.report_end()
@@ -511,11 +511,11 @@ class Session:
 
     @contextmanager
     def stoppable(self) -> Iterator[StopPoint]:
-        """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` blocks of all ranks at the same point.
+        """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` blocks on all ranks at the same point.
 
         Schedulers send SIGTERM. If a rank dies, torchrun sends SIGTERM to the other ranks. If torchrun is
         killed, the kernel sends SIGTERM. This rank ends at once after a second SIGINT, a signal that not all
-        ranks can follow, or a signal outside of the block. The user's own handlers stay in effect.
+        ranks can follow, or a signal outside the block. The user's own handlers stay in effect.
         """
         pipe = SignalPipe([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], self._on_signal)
         self._pipes.append(pipe)
@@ -555,7 +555,7 @@ class Session:
             self._end(signal_number, activity)
 
     def _end(self, signal_number: int, activity: str) -> None:
-        """Log ``activity`` with the state of the other ranks, and end the process."""
+        """Log ``activity`` with the other ranks' state, and end the process."""
         if self._watch is not None:
             # A signal may arrive while ranks are rightly at different places.
             activity = self._watch.describe(activity, _PROBE_AT_END_TIMEOUT_S, compares_collectives=False)
@@ -600,7 +600,7 @@ class Session:
             log.warning("rank %d ends without the others: %s", self.topology.rank, error)
 
     def raise_for_dead(self, missing: list[int], what: str) -> None:
-        """Raise PeerError if one of the ranks ``missing`` at ``what`` is silent, or waits for this rank."""
+        """Raise PeerError if a rank in ``missing`` at ``what`` is silent, or waits for this rank."""
         statuses = self.rpc.get_peer_status(missing, _PROBE_TIMEOUT_S)
         for rank, status in statuses.items():
             if status is None:
@@ -648,24 +648,24 @@ def start_session(
     device: torch.device | str = AUTO,
     topology: Topology | None = None,
 ) -> Session:
-    """Join the other ranks of the job and make the session the current one. Every rank must call this.
+    """Join the job's other ranks and make the session the current one. Every rank must call this.
 
     Without torchrun the session has one rank and uses no network. The process group is created unless one
-    exists. In a process of torchrun, glibc is set to keep freed memory for the next step, unless the
-    environment configures the allocator.
+    exists. In a torchrun process, glibc is set to keep freed memory for the next step, unless the environment
+    configures the allocator.
 
     Args:
         strategy: Name of the strategy, which is only stored.
-        options: Options of the strategy, which are only stored.
+        options: The strategy's options, which are only stored.
         timeout_s: Seconds that a rank may be silent, here and in every collective. DGLX_TIMEOUT overrides it.
-        seed: Random seed of the session.
+        seed: The session's random seed.
         backend, device: As in :func:`dglx_dist.init`.
-        topology: Topology of the job. The default is read from the environment.
+        topology: The job's topology. The default is read from the environment.
 
     Raises:
-        ConfigError: the environment is invalid, ranks disagree, a rank lacks its device, or a session is
+        ConfigError: If the environment is invalid, ranks disagree, a rank lacks its device, or a session is
             already open.
-        PeerError: ranks are missing after the time limit. The message lists them.
+        PeerError: If ranks are missing after the time limit. The message lists them.
     """
     show_briefly()
     if _CURRENT or _LATER:
@@ -698,7 +698,7 @@ def start_session(
 
 
 def current_session() -> Session:
-    """Return the open session of this process. A deferred session starts now, which is collective."""
+    """Return this process's open session. A deferred session starts now, which is collective."""
     if not _CURRENT and _LATER:
         _LATER.pop()()
     if not _CURRENT:
@@ -708,7 +708,7 @@ def current_session() -> Session:
 
 
 def _check_group(world_size: int) -> None:
-    """Raise ConfigError if torch.distributed has a process group of another size than the session."""
+    """Raise ConfigError if torch.distributed has a process group with another size than the session."""
     group_size = dist.get_world_size() if dist.is_initialized() else world_size
     if group_size != world_size:
         raise ConfigError(
@@ -720,7 +720,7 @@ def _check_group(world_size: int) -> None:
 
 
 def start_later(start: Callable[[], Session] | None) -> None:
-    """Defer ``start`` to the first call of :func:`current_session`. None cancels it."""
+    """Defer ``start`` to the first :func:`current_session` call. None cancels it."""
     _LATER[:] = [] if start is None else [start]
 
 
@@ -732,10 +732,10 @@ _LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "collections"}
 
 
 def warn_user(message: str) -> None:
-    """Show a warning on rank 0. It points to the line of the user's code that called this package."""
+    """Show a warning on rank 0. It points to the line in the user's code that called this package."""
     if _CURRENT and _CURRENT[-1].topology.rank:
         return
-    # Skip the frames of this package and of torch.
+    # Skip frames in this package and in torch.
     frame = sys._getframe(1)
     level = 2
     while frame.f_back is not None and _is_library(frame):
@@ -780,7 +780,7 @@ def _start_joint(
     """Start a session with the other ranks.
 
     ``arguments`` are stored in the session. ``request`` is (device, backend), as in :func:`start_session`. If
-    ``correct_nodes``, the machines that the ranks report replace the ones of ``topology``.
+    ``correct_nodes``, the machines that the ranks report replace those in ``topology``.
     """
     if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")
@@ -791,7 +791,7 @@ def _start_joint(
     store = JobStore(raw_store, topology.rank, topology.world_size, timeout_s)
     store.seal(settings, is_local=rendezvous.is_local)
 
-    # Tell the other ranks the facts of this rank, and check that all ranks can work together.
+    # Tell the other ranks this rank's facts, and check that all ranks can work together.
     trace, trace_error = open_trace(settings.trace, topology.rank)
     device, backend = request
     own_device = take_device(device, rendezvous.local_rank, settings.device)
@@ -867,7 +867,7 @@ def _make_group(store: JobStore, topology: Topology, timeout_s: float, backend: 
     """Create the process group. Return False if one exists already."""
     if dist.is_initialized():
         return False
-    # The sealed store is Python code, but threads of NCCL may use the store after the interpreter has ended.
+    # The sealed store is Python code, but NCCL's threads may use the store after the interpreter has ended.
     group_store = store.raw if backend == "gloo" else store.unsealed
 
     dist.init_process_group(
@@ -884,7 +884,7 @@ T = TypeVar("T", bound="Shared")
 
 
 class Shared:
-    """Base of objects that a deep copy shares with the original, because a model may refer to its graph."""
+    """Base class for objects that deep copies share, because a model may refer to its graph."""
 
     def __deepcopy__(self: T, memo: Mapping[int, object]) -> T:
         return self

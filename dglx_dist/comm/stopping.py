@@ -1,4 +1,4 @@
-"""Orderly end of ranks: signals, agreement on the step after which all stop, and lost parents."""
+"""End ranks in order: signals, agreement on the step after which all stop, and lost parents."""
 
 import contextlib
 import ctypes
@@ -83,17 +83,17 @@ def call_at_fork(release: Callable[[], object], list_signals: Callable[[], Seque
 
 @final
 class SignalPipe:
-    """Calls ``action`` with the number of a signal on a thread, even while the main thread is blocked.
+    """Calls ``action`` with a signal's number on a thread, even while the main thread is blocked.
 
     Python runs signal handlers only between two steps of the main thread. But the interpreter's C handler
-    writes to the wake-up descriptor at once, and a thread of this class reads it. This class handles the
-    signals of ``numbers`` that have their default handler. Handlers that the user sets later stay in effect.
+    writes to the wake-up descriptor at once, and this class reads it on a thread. It handles the signals in
+    ``numbers`` that have their default handler. Handlers that the user sets later stay in effect.
     """
 
     def __init__(self, numbers: Sequence[int], action: Callable[[int], None]) -> None:
-        """Take over the signals ``numbers`` that have their default handler.
+        """Take over the signals in ``numbers`` that have their default handler.
 
-        Outside of the main thread nothing is done, because only that thread may set handlers.
+        Outside the main thread nothing is done, because only that thread may set handlers.
         """
         self._previous: dict[int, object] = {}
         if threading.current_thread() is not threading.main_thread():
@@ -184,14 +184,14 @@ _ASK = "stop.ask"
 _HOLD = "stop.hold"
 _STOP = "stop.at"
 _ANSWER_TIMEOUT_S = 10.0
-"""Seconds for answers of serving threads on a busy machine. A dead process is noticed at once."""
+"""Seconds for answers from serving threads on a busy machine. A dead process is noticed at once."""
 _NOWHERE = -1
-"""Number in place of a point if there is none, because a rank is not in training."""
+"""Stands for a point if there is none, because a rank is not in training."""
 
 
 @final
 class StopPoint:
-    """Agreement of all ranks on the point of training at which they stop.
+    """Lets all ranks agree at which point in training they stop.
 
     Training passes the same points in the same order on all ranks. When a rank asks to stop, rank 0 holds all
     ranks at their next point and collects how many points they have passed. All ranks stop at the maximum
@@ -258,7 +258,7 @@ class StopPoint:
         if not self.is_open or self._call([0], _ASK, _NOWHERE) is None:
             return False
 
-        # Rank 0 may answer the request of another rank before it gets the request of this rank.
+        # Rank 0 may answer another rank's request before it gets this rank's request.
         def has_decision() -> bool:
             return self._stop_at != _NOWHERE or self._num_decisions > num_decisions
 
@@ -267,7 +267,7 @@ class StopPoint:
             return self._stop_at != _NOWHERE
 
     def _stops(self, *, last: bool = False) -> bool:
-        """Wait for the decision of rank 0. Return whether training stops here, or at its ``last`` point."""
+        """Wait for rank 0's decision. Return whether training stops here, or at its ``last`` point."""
         with self._changed:
             while self._holds and self._stop_at == _NOWHERE:
                 is_answered = self._changed.wait(_ANSWER_TIMEOUT_S)
@@ -284,7 +284,7 @@ class StopPoint:
         return [np.array([0])]
 
     def _coordinate(self) -> None:
-        """Pause all ranks, and tell them after how many steps all of them can stop."""
+        """Pause all ranks, and tell them after how many steps they can all stop."""
         try:
             counts = self._call(self._ranks, _HOLD, _NOWHERE)
             stop_at = _NOWHERE

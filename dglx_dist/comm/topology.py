@@ -1,4 +1,4 @@
-"""Topology of ranks and servers, and launch settings, which are read from the environment."""
+"""Ranks and servers of a job, and its launch settings, which are read from the environment."""
 
 import json
 import os
@@ -34,7 +34,7 @@ class Topology:
     rank: int
     world_size: int
     server_of_rank: tuple[int, ...]
-    """(W,) server of each rank. Servers are numbered from 0, and a server's ranks are contiguous."""
+    """(W,) server by rank. Servers are numbered from 0, and a server's ranks are contiguous."""
 
     def __post_init__(self) -> None:
         if len(self.server_of_rank) != self.world_size or not 0 <= self.rank < self.world_size:
@@ -71,7 +71,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Address of the rendezvous, and the launcher's facts about machines."""
+    """Address at which the ranks meet, and the launcher's facts about machines."""
 
     host: str
     port: int
@@ -80,11 +80,11 @@ class Rendezvous:
     attempt: int
     """Number of restarts by the launcher, which separates the keys of attempts."""
     job: str
-    """Name of the job that the launcher uses."""
+    """Name that the launcher uses for the job."""
     num_nodes: int
-    """Number of real machines (torchrun nodes)."""
+    """Real machines (torchrun nodes)."""
     node: int
-    """Number of this machine."""
+    """This machine's number."""
     local_rank: int
     """Index of this rank on its machine, which selects its accelerator."""
     is_local: bool
@@ -98,25 +98,25 @@ class Settings:
     """Settings from environment variables, which replace missing arguments."""
 
     strategy: str | None = None
-    """Value of DGLX_STRATEGY."""
+    """Value from DGLX_STRATEGY."""
     timeout_s: float | None = None
-    """Value of DGLX_TIMEOUT in seconds."""
+    """Seconds from DGLX_TIMEOUT."""
     device: str | None = None
-    """Value of DGLX_DEVICE."""
+    """Value from DGLX_DEVICE."""
     curve: bool = False
     """Whether DGLX_CURVE encrypts calls and rows between ranks."""
     secret: bytes | None = field(default=None, repr=False)
-    """Secret of the job from DGLX_SECRET or the file DGLX_SECRET_FILE."""
+    """The job's secret, from DGLX_SECRET or the file DGLX_SECRET_FILE."""
     require_secret: bool = False
-    """Whether DGLX_REQUIRE_SECRET forbids ranks of several machines to start without a secret."""
+    """Whether DGLX_REQUIRE_SECRET forbids ranks on several machines to start without a secret."""
     ranks_per_server: int | None = None
-    """Value of DGLX_RANKS_PER_SERVER."""
+    """Value from DGLX_RANKS_PER_SERVER."""
     omp_threads: int | None = None
-    """First number of OMP_NUM_THREADS."""
+    """First number in OMP_NUM_THREADS."""
     allocator_set: bool = False
     """Whether the user configured the allocator by a MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the strategy from DGLX_OPTIONS, a JSON object."""
+    """The strategy's options from DGLX_OPTIONS, a JSON object."""
     part_config: Path | None = None
     """Partition from DGL_CONF_PATH, which DGL's launcher sets."""
     dgl_processes: Mapping[str, str] = field(default_factory=dict)
@@ -132,11 +132,11 @@ def is_launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
-    """Read the topology of this process. Without torchrun it is the only rank.
+    """Read this process's topology. Without torchrun, the process is the only rank.
 
-    Assumes the same number of ranks on every machine. :func:`assign_servers` corrects that later.
-    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks. The last server of a
-    machine may be smaller. Raises ConfigError with the name of a variable that is wrong.
+    Assumes equally many ranks on every machine. :func:`assign_servers` corrects that later.
+    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers with so many ranks. A machine's last
+    server may be smaller. Raises ConfigError, which names the variable, if a variable is wrong.
     """
     if not is_launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
@@ -151,10 +151,10 @@ def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
 def assign_servers(
     topology: Topology, node_of_rank: tuple[int, ...], variables: Mapping[str, str] = os.environ
 ) -> Topology:
-    """Return ``topology`` with the servers of all ranks.
+    """Assign all ranks in ``topology`` to servers.
 
-    ``node_of_rank`` has the machine of each of the W ranks. The ranks of a machine are contiguous. They form
-    one server, unless the settings divide them into servers of ``ranks_per_server`` ranks.
+    ``node_of_rank`` is the machine by rank, for W ranks. Ranks on the same machine are contiguous. They form
+    one server, unless the settings divide them into servers with ``ranks_per_server`` ranks.
     """
     per_server = read_settings(variables).ranks_per_server
     groups: list[tuple[int, int]] = []
@@ -180,8 +180,8 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
     default_nodes = -(-world_size // per_node)
     num_nodes = _read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=default_nodes)
 
-    # Each launcher counts its own restarts, so a machine that came back starts at 0. The store of a launcher
-    # outlives attempts, but the store of rank 0 does not.
+    # Each launcher counts its own restarts, so a machine that came back starts at 0. A launcher's store
+    # outlives attempts, but rank 0's store does not.
     hosted_by_agent = _read_flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
     attempt = 0
     if hosted_by_agent:
@@ -207,10 +207,10 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
 
 
 def read_launch() -> tuple[str, int]:
-    """Return a name of this start of torchrun and its number of restarts, or ("", 0) without torchrun.
+    """Return a name for this start of torchrun and its number of restarts, or ("", 0) without torchrun.
 
-    On several machines the name is the job's id, which the user may use again. It must not name the
-    launcher of one machine, because rank 0 may move.
+    On several machines the name is the job's id, which the user may use again. It must not be the launcher's
+    own name on one machine, because rank 0 may move.
     """
     variables = os.environ
     attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
@@ -223,7 +223,7 @@ def read_launch() -> tuple[str, int]:
 
 
 def is_started_by_agent() -> bool:
-    """Return whether torchrun is the parent of this process, or of the process that started it."""
+    """Return whether torchrun is this process's parent, or started the process that did."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -233,7 +233,7 @@ def mark_as_parent() -> None:
 
 
 def take_parent() -> int | None:
-    """Return and forget the process id of the parent if it called :func:`mark_as_parent`."""
+    """Return and forget the parent's process id if it called :func:`mark_as_parent`."""
     parent = os.environ.pop(_PARENT, "")
     return int(parent) if parent.isdecimal() else None
 
@@ -271,12 +271,12 @@ def _configures_allocator(variables: Mapping[str, str]) -> bool:
 
 
 def set_settings(strategy: str, options: Mapping[str, object]) -> None:
-    """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it runs."""
+    """Set DGLX_STRATEGY and DGLX_OPTIONS in this process, for a program that it runs."""
     os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
 
 
 def bind_to_loopback(rendezvous: Rendezvous) -> None:
-    """Bind gloo and NCCL of this process to loopback if ``rendezvous`` does.
+    """Bind gloo and NCCL in this process to loopback if ``rendezvous`` does.
 
     Keeps the user's own settings.
     """
@@ -286,7 +286,7 @@ def bind_to_loopback(rendezvous: Rendezvous) -> None:
 
 
 def add_secret(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with a secret for the ranks of a new job, unless it has one."""
+    """Add a secret for a new job's ranks to ``environment``, unless it has one."""
     if environment.get("DGLX_SECRET") or environment.get("DGLX_SECRET_FILE"):
         return dict(environment)
     return {**environment, "DGLX_SECRET": secrets.token_hex(32)}
@@ -318,7 +318,7 @@ def _read_integer(
 
 
 def _read_secret(variables: Mapping[str, str]) -> bytes | None:
-    # No message may show any part of the secret.
+    # Messages must not show any part of the secret.
     path = variables.get("DGLX_SECRET_FILE", "")
     if path:
         name = "DGLX_SECRET_FILE"
@@ -338,7 +338,7 @@ def _read_secret(variables: Mapping[str, str]) -> bytes | None:
 
 
 def _read_private_file(path: str) -> bytes:
-    """Return the content of a file that only this user can read. Raise ConfigError for any other file."""
+    """Read a file that only this user can read. Raise ConfigError for any other file."""
     try:
         # Opening a pipe must not wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -356,7 +356,7 @@ def _read_private_file(path: str) -> bytes:
 
 
 def _read_first_entry(variables: Mapping[str, str], name: str) -> str:
-    """Return the first entry of a list that is separated by commas, or "" if the variable is not set."""
+    """Return the first entry in a list that is separated by commas, or "" if the variable is not set."""
     return variables.get(name, "").split(",")[0].strip()
 
 
@@ -400,7 +400,7 @@ def _read_flag(variables: Mapping[str, str], name: str) -> bool:
 
 
 def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T], form: str) -> T:
-    """Return a variable's value. Raise ConfigError if ``parse`` raises ValueError for its text."""
+    """Parse a variable's value. Raise ConfigError if ``parse`` raises ValueError for its text."""
     text = variables.get(name, "")
     try:
         return parse(text)
@@ -414,7 +414,8 @@ _RANK_DEFAULTS = {
     # but only after the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    # Without this, each rank of a killed launcher adds a C++ stack of torch's store to its own message.
+    # Without this, each rank adds a C++ stack from torch's store to its own message if its launcher is
+    # killed.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -424,15 +425,16 @@ def build_rank_environment(
 ) -> dict[str, str]:
     """Return the complete environment for ``num_ranks`` ranks on this machine.
 
-    Sets glibc's allocator to keep its memory, and each rank's threads to its share of the cores.
-    Settings of the user stay.
+    Sets glibc's allocator to keep its memory, and each rank's threads to its share of the cores. The user's
+    settings stay.
 
     Args:
-        ranks_per_server: Ranks of each virtual server. The default is read from ``environment``.
+        num_ranks: Ranks to start.
+        ranks_per_server: Ranks per virtual server. The default is read from ``environment``.
         environment: Variables to extend. The default is this process's environment.
 
     Raises:
-        ConfigError: a number is below 1.
+        ConfigError: If a number is below 1.
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
@@ -446,7 +448,7 @@ def build_rank_environment(
 
 
 def set_rank_variables(variables: Mapping[str, str]) -> None:
-    """Add the variables of a rank to this process's environment, which is a fork of the launcher."""
+    """Add a rank's variables to the environment in this process, which is a fork of the launcher."""
     os.environ.update(variables)
 
 

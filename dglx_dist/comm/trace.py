@@ -1,7 +1,7 @@
-"""Traces: a timeline of spans, records of each rank's session, and trace files for a browser.
+"""Traces: a timeline with spans, records from each rank's session, and trace files for a browser.
 
 With DGLX_TRACE=FOLDER in the environment, every session writes ``FOLDER/rank-<r>.json`` when it ends, also
-after a failure. A second session of the same rank writes ``rank-<r>.1.json``, and so on, without overwriting.
+after a failure. A second session on the same rank writes ``rank-<r>.1.json``, and so on, without overwriting.
 Otherwise sessions have no :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
 """
 
@@ -26,19 +26,19 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
 COMPUTE = "compute"
-"""Row of a trace for the training loop."""
+"""Trace row for the training loop."""
 NETWORK = "network"
 """Row for data in transit."""
 LOADER = "loader"
 """Row for the loader's threads."""
 GRAPH_SERVER = "graph server"
-"""Row for the tasks of a graph server, if training runs in intervals."""
+"""Row for a graph server's tasks, if training runs in intervals."""
 WORKER = "worker"
-"""Row for the tasks of workers."""
+"""Row for workers' tasks."""
 PARAMETER_SERVER = "parameter server"
-"""Row for updates of weights."""
+"""Row for weight updates."""
 WAIT = "wait"
-"""Prefix of the names of spans in which a row waits."""
+"""Prefix for the names of spans in which a row waits."""
 MAX_SPANS = 50_000
 
 
@@ -49,19 +49,19 @@ class Span:
     name: str
     """Name such as "forward M", "pull" or "wait for the pull"."""
     row: str
-    """Row of the drawing, such as "compute", "network" or "loader"."""
+    """The drawing's row, such as "compute", "network" or "loader"."""
     begin_s: float
-    """Begin in ``time.perf_counter()`` of this process."""
+    """Begin in this process's ``time.perf_counter()``."""
     end_s: float
     batch: int | None
-    """Number of the mini-batch, if any, or of the epoch if all nodes are one batch."""
+    """Number of the mini-batch, if any. If all nodes are one batch, the epoch."""
     interval: int | None = None
-    """Number of the interval of nodes over all graph servers, if any."""
+    """Number of the node interval over all graph servers, if any."""
 
 
 @final
 class Timeline:
-    """Collects up to ``max_spans`` spans of this rank while it is on, and counts the others. Thread-safe."""
+    """Collects up to ``max_spans`` spans on this rank while it is on, and counts the others. Thread-safe."""
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self.on = False
@@ -80,7 +80,7 @@ class Timeline:
     def span(
         self, name: str, row: str, batch: int | None = None, interval: int | None = None
     ) -> Iterator[None]:
-        """Record the time of a ``with`` block as a span, if the timeline is on."""
+        """Record how long a ``with`` block takes as a span, if the timeline is on."""
         if not self.on:
             yield
             return
@@ -116,25 +116,25 @@ class Timeline:
 log = logging.getLogger(__name__)
 
 UNFINISHED = ".part"
-"""Suffix of a file of a session that still runs or was killed."""
+"""File suffix while a session runs, or if it was killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One complete pass of a loader over its items."""
+    """One complete pass that a loader makes over its items."""
 
     loader: int
-    """Number of the loader in its session, from 0."""
+    """The loader's number in its session, from 0."""
     steps: int
     seconds: float
-    """Wall-clock seconds from the request of the first batch to the end of the last batch's use."""
+    """Wall-clock seconds from requesting the first batch until the last batch has been used."""
     wait_s: float
-    """Seconds of it in which the consumer waited for the loader."""
+    """Seconds within ``seconds`` in which the consumer waited for the loader."""
 
 
 @final
 class TraceWriter:
-    """Collects the records of one rank in one session. Call :meth:`write` once at the end.
+    """Collects one rank's records in one session. Call :meth:`write` once at the end.
 
     The constructor reserves the file in ``folder``, so that a ConfigError is raised before the work.
     """
@@ -178,9 +178,9 @@ class TraceWriter:
 
 
 def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]:
-    """Return the writer of the trace and an error message. Without ``folder`` there is no writer.
+    """Return a trace writer and an error message. Without ``folder`` there is no writer.
 
-    The message is empty if there is no error. The caller sends it to all ranks, so that all of them stop.
+    The message is empty if there is no error. The caller sends it to all ranks, so that they all stop.
     """
     if folder is None:
         return None, ""
@@ -191,7 +191,7 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
 
 
 def _reserve_file(folder: Path, rank: int) -> Path:
-    """Create an empty file for the trace of this rank and return its path. No other session uses the path.
+    """Create an empty file for this rank's trace and return its path. No other session uses the path.
 
     Raises ConfigError if files cannot be created in ``folder``.
     """
@@ -238,16 +238,16 @@ _ROWS = (COMPUTE, GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK, LOADER)
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpans:
-    """The spans of one rank."""
+    """One rank's spans."""
 
     rank: int
     host: str
     spans: tuple[Span, ...]
-    """Spans by begin, in seconds of a shared clock. In a file they count from the first span."""
+    """Spans by begin, in a shared clock's seconds. In a file they count from the first span."""
     clock_error_s: float = 0.0
-    """Largest error of these times relative to rank 0."""
+    """Largest error in these times relative to rank 0."""
     dropped: int = 0
-    """Number of spans that were dropped because of the limit."""
+    """Spans that were dropped because of the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +304,7 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 
     try:
         with replace_atomically(path) as partial, partial.open("w", encoding="utf-8") as file:
-            # The head comes first, so that a trace is recognized without reading all of it.
+            # The head comes first, so that a trace is recognized without reading the whole file.
             file.write(_HEAD + ", " + run_json[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
 
@@ -316,7 +316,7 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 
 
 def read_trace(path: str | Path) -> TraceFile:
-    """Read a file of :func:`write_trace`. Raise StorageError if it is missing or not such a file."""
+    """Read a file that :func:`write_trace` wrote. Raise StorageError if it is missing or not such a file."""
     try:
         values = json.loads(read_small_file(Path(path), _MAX_FILE_BYTES))
         fields = Fields(values, str(path), error=StorageError)
@@ -353,9 +353,9 @@ def _is_trace(path: Path) -> bool:
 
 
 def _make_events(rank_spans: RankSpans, origin_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of one rank: the names of its threads, and its spans.
+    """Yield one rank's trace events: the names of its threads, and its spans.
 
-    Spans of one row that overlap without being nested need several threads of the drawing.
+    Spans in one row that overlap without being nested need several threads in the drawing.
     """
 
     def make_metadata(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
@@ -399,11 +399,14 @@ def _make_event(span: Span, rank: int, thread: int, origin_s: float) -> dict[str
 
 
 def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
-    """Return the fewest lists of spans in which the spans are disjoint or, if ``nested``, nested."""
+    """Distribute spans over as few tracks as possible, so that they do not overlap on a track.
+
+    With ``nested``, a span may lie inside another one on the same track.
+    """
     tracks: list[list[Span]] = []
     open_until: list[list[float]] = []
 
-    # Put each span on the first track where it fits. Each track has a stack of the ends of its open spans.
+    # Put each span on the first track where it fits. Each track has a stack with the ends of its open spans.
     for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):
         for track, ends in zip(tracks, open_until, strict=True):
             while ends and ends[-1] <= span.begin_s:

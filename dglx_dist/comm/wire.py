@@ -1,10 +1,10 @@
-"""Wire format of messages: a validated binary head, then raw buffers.
+"""Wire format for messages: a validated binary head, then raw buffers.
 
 The head is little-endian. It consists of the fixed part (:data:`_FIXED`), the operation name and the argument
-name. Then it has the dtype code, number of dimensions and shape of each array, and the bytes of arrays up to
-:data:`INLINE_BYTES`. Each larger array follows in frames of :data:`FRAME_BYTES`, and its last frame may be
-smaller. Nothing is evaluated or unpickled. Sizes are checked against the limits below and against the arrived
-buffers before they are used.
+name. Then it has each array's dtype code, number of dimensions and shape, and the bytes of those arrays that
+have at most :data:`INLINE_BYTES`. Each larger array follows in frames with :data:`FRAME_BYTES` bytes, and its
+last frame may be smaller. Nothing is evaluated or unpickled. Sizes are checked against the limits below and
+against the arrived buffers before they are used.
 """
 
 import math
@@ -26,15 +26,16 @@ MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 MAX_ARRAY_BYTES = 1 << 36
 INLINE_BYTES = 1024
-"""Maximum size of arrays that are sent in the head, which saves a frame each way."""
+"""Arrays up to this size are sent in the head, which saves a frame each way."""
 MAX_HEAD_BYTES = 64 * 1024 + MAX_ARRAYS * INLINE_BYTES
 FRAME_BYTES = 4 << 20
 """Maximum size of a frame. Each arriving frame shows that the connection lives."""
 _COPY_BYTES = 1 << 20
-"""Maximum size of arrays that are copied into the message. pyzmq returns zero-copy buffers through another
-thread, which costs more than one such copy."""
+"""Arrays up to this size are copied into the message. pyzmq returns zero-copy buffers through another thread,
+which costs more than one such copy.
+"""
 _SMALL_BYTES = 16 * 1024
-"""Maximum size of received arrays that are copied. They may be unaligned in the buffer of the connection."""
+"""Received arrays up to this size are copied. They may be unaligned in the connection's buffer."""
 
 _FIXED = struct.Struct("<4sBBHQHH")
 """Magic, version, kind, number of arrays, request id, operation bytes, name bytes."""
@@ -56,7 +57,7 @@ class WireError(DglxError):
 
 
 class Kind(IntEnum):
-    """Kind of a message."""
+    """Purpose of a message."""
 
     REQUEST = 1
     REPLY = 2
@@ -67,7 +68,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class ArraySpec(NamedTuple):
-    """Dtype and shape of one array."""
+    """One array's dtype and shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -75,23 +76,23 @@ class ArraySpec(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The first frame of a message."""
+    """A message's first frame."""
 
     kind: Kind
     request: int
-    """Number of the call, unique per connection."""
+    """The call's number, unique per connection."""
     op: str = ""
     name: str = ""
     arrays: tuple[ArraySpec, ...] = ()
     inline: bytes = b""
-    """Bytes of the arrays in the head, which :func:`decode` sets."""
+    """Bytes for the arrays in the head, which :func:`decode` sets."""
 
 
 Buffers: TypeAlias = list[bytes | memoryview]
 
 
 def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
-    """Return the buffers of a message: the head, and views of the arrays that are not in it.
+    """Return a message's buffers: the head, and views of the arrays that are not in it.
 
     Raises WireError if the format does not support a dtype or a number of dimensions, or a limit is exceeded.
     """
@@ -149,7 +150,7 @@ def decode(data: bytes) -> Head:
     if kind not in _KINDS or max(op_size, name_size) > MAX_NAME_BYTES or count > MAX_ARRAYS:
         raise WireError(f"kind {kind}, names of {op_size} and {name_size} bytes and {count} arrays")
 
-    # Read the names, and the dtype and shape of each array.
+    # Read the names, and each array's dtype and shape.
     op_end = _FIXED.size + op_size
     position = op_end + name_size
     try:
@@ -160,7 +161,7 @@ def decode(data: bytes) -> Head:
             code, dimensions = _ARRAY.unpack_from(data, position)
             shape = _SHAPES[dimensions].unpack_from(data, position + _ARRAY.size)
             position += _ARRAY.size + 8 * dimensions
-            # math.prod of Python integers cannot overflow, so a malicious shape fails below.
+            # With Python integers, math.prod cannot overflow, so a malicious shape fails below.
             num_bytes = math.prod(shape) * _DTYPES[code].itemsize
             specs.append(ArraySpec(_DTYPES[code], shape, num_bytes))
     except (UnicodeDecodeError, struct.error, LookupError) as error:
@@ -180,9 +181,9 @@ def decode(data: bytes) -> Head:
 
 
 def read_arrays(socket: zmq.Socket[bytes], head: Head) -> list[Array]:
-    """Read the writable and aligned arrays of a message after its ``head``.
+    """Read the message's writable and aligned arrays after its ``head``.
 
-    Raises WireError if frames are missing, superfluous or of a wrong size. All frames are consumed then.
+    Raises WireError if frames are missing, superfluous or have a wrong size. All frames are consumed then.
     """
     arrays = []
     position = 0
@@ -208,7 +209,7 @@ def skip(socket: zmq.Socket[bytes]) -> None:
 
 
 def raw_bytes(array: Array) -> memoryview:
-    """Return the bytes of ``array`` in C order. Contiguous little-endian arrays are not copied."""
+    """Return the array's bytes in C order. Contiguous little-endian arrays are not copied."""
     if not array.flags.c_contiguous or array.dtype not in _CODES:
         array = np.ascontiguousarray(array, dtype=_get_wire_dtype(array))
     flat: Any = array.reshape(-1).view(np.uint8)
@@ -236,7 +237,7 @@ def _array_from(spec: ArraySpec, buffer: bytearray | memoryview) -> Array:
 
 
 def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec) -> Array:
-    """Read an array that follows the head in frames of its own."""
+    """Read an array that follows the head in its own frames."""
     frames: list[memoryview] = []
     for start in range(0, spec.num_bytes, FRAME_BYTES):
         expected_size = min(FRAME_BYTES, spec.num_bytes - start)
@@ -247,7 +248,7 @@ def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec) -> Array:
             raise WireError(f"a frame has {len(frame)} bytes instead of {expected_size}")
         frames.append(frame)
 
-    # The memory of a single large frame becomes the array without a copy, if it is suitable.
+    # A single large frame's memory becomes the array without a copy, if it is suitable.
     if len(frames) == 1 and spec.num_bytes > _SMALL_BYTES:
         array = _array_from(spec, frames[0])
         is_usable = array.flags.aligned and array.flags.writeable
@@ -262,7 +263,7 @@ _EVENT = struct.Struct("=Hi")
 
 
 def read_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
-    """Return number and value of the next event of a monitored socket.
+    """Return number and value of the next event on a monitored socket.
 
     pyzmq's own reader imports asyncio, which workers must not import.
     """

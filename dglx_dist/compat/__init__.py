@@ -1,4 +1,4 @@
-"""Drop-in replacement of ``dgl.distributed``. :func:`install` activates it."""
+"""Drop-in replacement for ``dgl.distributed``. :func:`install` activates it."""
 
 from dglx_dist.compat.namespace import install as install
 

@@ -1,4 +1,4 @@
-"""DGL's distributed loaders and sampling functions on top of ours."""
+"""Offer DGL's distributed loaders and sampling functions, which wrap this package's loaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ from dglx_dist.strategies.data_parallel import DataParallel
 
 
 class _Epochs(ABC):
-    """Base of loaders that work with ``for`` and, like DGL's, with ``next(loader)``."""
+    """Base class for loaders that work with ``for`` and, like DGL's, with ``next(loader)``."""
 
     _running: Iterator[Any] | None = None
-    """Batches of the epoch that ``next(loader)`` has begun."""
+    """Batches in the epoch that ``next(loader)`` has begun."""
 
     @abstractmethod
     def _batches(self) -> Iterator[Any]: ...
@@ -56,18 +56,18 @@ class _Epochs(ABC):
 class DistDataLoader(_Epochs):
     """Calls ``collate_fn`` on lists of items, batch by batch. One rank may use it alone, as with DGL.
 
-    The order of a shuffled epoch is torch's, as with DGL. A rank that has no more items stops. After a model
-    was wrapped by ``dglx_dist.wrap``, all ranks must call ``iter()`` and ``len()`` together, and a rank
-    without items yields empty lists until the last rank is done. A loader created under ``torch.no_grad()``
-    is for inference, and one rank may always use it alone.
+    Torch orders a shuffled epoch, as with DGL. A rank that has no more items stops. After a model was wrapped
+    by ``dglx_dist.wrap``, all ranks must call ``iter()`` and ``len()`` together, and a rank without items
+    yields empty lists until the last rank is done. A loader created under ``torch.no_grad()`` is for
+    inference, and one rank may always use it alone.
 
     Args:
-        dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
-        queue_size: Number of batches prepared ahead, on one thread.
+        dataset: This rank's items: a tensor with ids, or a sequence of ids or (type, id) pairs.
+        queue_size: How many batches are prepared ahead, on one thread.
 
     Raises:
-        ConfigError: a number is below 1. With a wrapped model: the ranks differ in ``batch_size`` or
-            ``drop_last``.
+        ConfigError: If a number is below 1, or, with a wrapped model, if the ranks differ in ``batch_size``
+            or ``drop_last``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DistDataLoader(_Epochs):
         self._order = torch.arange(len(dataset))
         self._for_inference = not torch.is_grad_enabled()
 
-        # The schedule of this rank, and the common one after the ranks iterate together.
+        # This rank's own schedule, and the common one after the ranks iterate together.
         self._own_schedule = Schedule.from_counts([len(dataset)], self.batch_size, self.drop_last, rank=0)
         self._common_schedule: Schedule | None = None
 
@@ -106,12 +106,12 @@ class DistDataLoader(_Epochs):
         return super().__iter__()
 
     def _batches(self) -> Iterator[Any]:
-        """Yield the batches, and tell the session the share of each batch in its step."""
+        """Yield the batches, and tell the session each batch's share in its step."""
         order = self._order
         schedule = self._schedule()
         # With a common schedule, gradients are weighted by the number of items. A rank that iterates on its
         # own trains under DistributedDataParallel, which takes the mean over ranks. Then each rank has the
-        # same share of the step, so the items of the step are its own times the number of ranks.
+        # same share, so the step's items are its own times the number of ranks.
         num_equal_ranks = 1
         if schedule is self._own_schedule:
             num_equal_ranks = self._session.topology.world_size
@@ -134,7 +134,7 @@ class DistDataLoader(_Epochs):
             self._session.step_share = None
 
     def _schedule(self) -> Schedule:
-        """Return the items of each step. The first call after a model was wrapped is collective."""
+        """Return the items in each step. The first call after a model was wrapped is collective."""
         if self._for_inference or not self._session.has_wrapped_model:
             return self._own_schedule
         if self._common_schedule is None:
@@ -146,7 +146,7 @@ class DistDataLoader(_Epochs):
 
 
 def _to_python(item: Any) -> Any:
-    """Return an id, or the id of a (type, id) pair, as a number of Python."""
+    """Convert an id, or the id in a (type, id) pair, to a Python number."""
     if isinstance(item, tuple):
         type_name, node_id = item
         return type_name, _to_python(node_id)
@@ -156,7 +156,7 @@ def _to_python(item: Any) -> Any:
 
 
 class _Loader(_Epochs):
-    """Yields the batches of one of our loaders in DGL's form.
+    """Yields the batches from one of our loaders in DGL's form.
 
     Iterating raises ConfigError if the strategy works inside the model's layers and no model was wrapped.
     """
@@ -167,7 +167,7 @@ class _Loader(_Epochs):
         traits = opened.strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
 
-        # Models of strategies that work inside the layers expect unchanged blocks.
+        # If a strategy works inside the layers, its models expect unchanged blocks.
         self._drops_empty_types = len(self._g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
 
@@ -207,7 +207,7 @@ class _Loader(_Epochs):
                 blocks = [remove_empty_types(block) for block in blocks]
             remember_batch(self._g, input_nodes, blocks)
 
-            # Between the nodes and the blocks are output nodes, or the graphs of pairs.
+            # Between the nodes and the blocks are output nodes, or the graphs with pairs.
             for graph in (*pairs, *blocks):
                 if isinstance(graph, dgl.DGLGraph):
                     show_ids(self._g, graph)
@@ -218,19 +218,19 @@ class _Loader(_Epochs):
 class DistNodeDataLoader(_Loader):
     """Yields ``(input_nodes, output_nodes, blocks)``.
 
-    **Every rank must construct it**, with its own nodes or none. Ranks that do wait for those that do not,
-    and an error names these after the time-out. Each rank then iterates at its own pace and stops when it has
-    no more nodes, as with DGL. After a model was wrapped by ``dglx_dist.wrap``, all ranks iterate together
-    and have the same number of steps.
+    **Every rank must construct it**, with its own nodes or none. A rank waits here until all have done so,
+    and after the time-out an error names the missing ones. Each rank then iterates at its own pace and stops
+    when it has no more nodes, as with DGL. After a model was wrapped by ``dglx_dist.wrap``, all ranks iterate
+    together and take equally many steps.
 
     A loader created under ``torch.no_grad()`` is for inference. It has mini-batches, whatever the strategy.
 
     Args:
         kwargs: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches prepared ahead) and
-            options of ``dglx_dist.DataLoader``. ``num_workers`` and ``pin_memory`` cause a warning.
+            options for ``dglx_dist.DataLoader``. ``num_workers`` and ``pin_memory`` cause a warning.
 
     Raises:
-        ConfigError: on all ranks, if an argument of one rank is not supported.
+        ConfigError: On all ranks, if an argument on one rank is not supported.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class DistEdgeDataLoader(_Loader):
     **Every rank must construct it**, like a :class:`DistNodeDataLoader`.
 
     Args:
-        kwargs: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and those of
-            :class:`DistNodeDataLoader`. A ``g_sampling`` other than ``g`` is refused.
+        kwargs: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and everything that
+            :class:`DistNodeDataLoader` takes. A ``g_sampling`` other than ``g`` is refused.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ def _open(g: InnerDistGraph) -> OpenedStrategy:
 
 
 def _options(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Return the options of our loader for those of DGL's."""
+    """Translate options for DGL's loader to options for this package's loader."""
     options = dict(kwargs)
     queue_size = options.pop("queue_size", None)
     if queue_size is not None:
@@ -284,7 +284,7 @@ def _options(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
 
 
 def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of our edge loader. Functions of the script get and return DGL's edge ids."""
+    """Translate options for an edge loader. The script's functions get and return DGL's edge ids."""
     exclude = kwargs.get("exclude")
     reverse_eids = None
     if exclude == "reverse_id":
@@ -304,7 +304,7 @@ def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> d
     if callable(exclude):
         exclude = partial(_call_exclude, exclude, inner)
 
-    # Negative samplers of DGL and of this package are read, not called.
+    # Negative samplers from DGL and from this package are read, not called.
     negative_sampler = kwargs.get("negative_sampler")
     is_known = type(negative_sampler).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
     if callable(negative_sampler) and not is_known:
@@ -325,11 +325,11 @@ def _is_identity(reverse_eids: object) -> bool:
 
 
 def _convert_reverse(store: KVStore, etype: Any, reverse_eids: Any) -> Any:
-    """Return a script's table of reverse edges with our ids, as its positions and as its values."""
+    """Convert a script's table of reverse edges to our ids, both its positions and its values."""
     ids = get_edge_ids(store, etype)
     if ids is None or reverse_eids is None:
         return inner_tensor(reverse_eids)
-    # Tensors of dglx_dist, like the result of reverse_edge_ids, have our ids already. A table of another
+    # Tensors from dglx_dist, like the result of reverse_edge_ids, have our ids already. A table with another
     # length is refused later.
     if isinstance(reverse_eids, InnerTensor) or len(reverse_eids) != len(ids.ours):
         return inner_tensor(reverse_eids)
@@ -363,9 +363,9 @@ def sample_neighbors(
     replace: bool = False,
     use_graphbolt: bool = False,
 ) -> dgl.DGLGraph:
-    """Sample in-edges of nodes into a graph of all nodes, with edge ids in ``edata[dgl.EID]``.
+    """Sample nodes' in-edges into a graph with all nodes, with edge ids in ``edata[dgl.EID]``.
 
-    Edge types without sampled edges are left out, as in DGL. ``prob`` names an edge tensor of weights or a
+    Edge types without sampled edges are left out, as in DGL. ``prob`` names an edge tensor with weights or a
     mask. A bool as ``exclude_edges`` means ``replace``, which has this position in DGL 1.1.3.
     ``use_graphbolt`` has no effect.
     """
@@ -390,17 +390,17 @@ def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
     etype_sorted: bool = True,
     use_graphbolt: bool = False,
 ) -> dgl.DGLGraph:
-    """Do the same as :func:`sample_neighbors`, with another signature of DGL."""
+    """Do the same as :func:`sample_neighbors`, with another DGL signature."""
     return sample_neighbors(g, nodes, fanout, edge_dir, prob, exclude_edges, replace, use_graphbolt)
 
 
 def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
-    """Return the graph of all nodes with all in-edges of ``nodes``, ids in ``edata[dgl.EID]``."""
+    """Return a graph with all nodes and all in-edges of ``nodes``, with ids in ``edata[dgl.EID]``."""
     return sample_neighbors(g, nodes, -1)
 
 
 def _split_by_type(g: InnerDistGraph, nodes: Any) -> Any:
-    """Convert homogeneous ids of a graph of several node types to ids by type. Keep other ids."""
+    """Convert homogeneous ids to ids by type if the graph has several node types. Keep other ids."""
     if isinstance(nodes, Mapping) or len(g.ntypes) == 1:
         return nodes
     type_ids, node_ids = g.get_partition_book().map_to_per_ntype(as_array(nodes))

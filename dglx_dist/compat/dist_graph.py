@@ -1,4 +1,4 @@
-"""DGL's ``DistGraph`` on top of ours."""
+"""Offer DGL's ``DistGraph``, which wraps this package's graph."""
 
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -34,7 +34,7 @@ from dglx_dist.records import EdgeType, IdRanges
 
 
 def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
-    """Give a graph or block of edges of ``g`` the edge ids that scripts know, and return it."""
+    """Give a graph or block with edges from ``g`` the edge ids that scripts know, and return it."""
     for etype in graph.canonical_etypes:
         data = graph.edges[etype].data
         if get_edge_ids(g.kvstore, etype) is not None and dgl.EID in data:
@@ -44,7 +44,7 @@ def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
 
 @final
 class DataView(Wrapper, MutableMapping[str, DistTensor], of=InnerDataView):
-    """Named tensors of the nodes or edges of one type."""
+    """Named tensors on the nodes or edges of one type."""
 
     def __getitem__(self, key: str) -> DistTensor:
         return DistTensor.over(self.inner[key])
@@ -72,10 +72,10 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     """A partitioned graph with DGL's methods. Other attributes are those of ``.inner``, our graph.
 
     Opening one is collective, and opens the session if there is none. ``gpb`` is ignored with a warning.
-    ``part_config`` is DGL's JSON file or the folder of one of our datasets. None: the value of DGL_CONF_PATH.
-    There is a warning if it holds a graph of another name, and a ConfigError if there is no partition.
+    ``part_config`` is DGL's JSON file or a folder with our dataset. None: DGL_CONF_PATH. There is a warning
+    if it holds a graph with another name, and a ConfigError if there is no partition.
 
-    Edges of a graph in one part have the source's ids. DGL does not number them anew either.
+    A graph in one part keeps the source's edge ids. DGL does not number them anew either.
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
@@ -108,7 +108,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     @property
     def local_partition(self) -> dgl.DGLGraph:
-        """Graph of the own server's nodes, their in-edges, and the remote sources of these edges.
+        """Graph with the own server's nodes, their in-edges, and these edges' remote sources.
 
         Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID``, ``part_id`` and ``inner_node``.
         ``edata`` has ``dgl.EID`` and ``inner_edge``, which is 1. With several types there are ``dgl.NTYPE``
@@ -145,7 +145,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def get_ntype_id(self, ntype: str | None) -> int:
-        """Return the number of a node type. None stands for the only type, otherwise it is a ConfigError."""
+        """Return a node type's number. None stands for the only type, otherwise it is a ConfigError."""
         if ntype is None and len(self.ntypes) == 1:
             return 0
         if ntype not in self.ntypes:
@@ -154,7 +154,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         return type_id
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
-        """Return the number of an edge type. None stands for the only type, otherwise it is a ConfigError."""
+        """Return an edge type's number. None stands for the only type, otherwise it is a ConfigError."""
         return self.canonical_etypes.index(self.to_canonical_etype(etype))
 
     def node_attr_schemes(self) -> dict[str, Scheme]:
@@ -166,7 +166,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
     ) -> dgl.DGLGraph:
-        """Return the graph of some edges, with ``dgl.EID``, and with ``dgl.NID`` if nodes are relabelled."""
+        """Return a graph with only these edges, and ``dgl.EID``. Relabelled nodes have ``dgl.NID``."""
         if not store_ids:
             raise ConfigError("edge_subgraph always stores the ids. Leave store_ids out.")
 
@@ -193,7 +193,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Sample in-edges of nodes without ``exclude_edges``, which DGL 1.1.3 ignores."""
+        """Sample in-edges of nodes, without the edges in ``exclude_edges``. DGL 1.1.3 samples them, too."""
         if exclude_edges is not None:
             exclude_edges = map_each_type(find_our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
@@ -213,7 +213,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
 
 def inner_graph(g: object) -> InnerDistGraph:
-    """Return our graph behind DGL's view of it, or our graph itself. ConfigError for anything else."""
+    """Return our graph behind DGL's view, or our graph itself. ConfigError for anything else."""
     if isinstance(g, DistGraph):
         return g.inner
     if isinstance(g, InnerDistGraph):
@@ -222,7 +222,7 @@ def inner_graph(g: object) -> InnerDistGraph:
 
 
 def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
-    """Return (sources, destinations) of edges. With several types all ids are homogeneous."""
+    """Return the edges' (sources, destinations). With several types all ids are homogeneous."""
     inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
     book = inner.get_partition_book()
     if len(book.etypes) == 1 and len(book.ntypes) == 1:

@@ -1,4 +1,7 @@
-"""DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient`` on top of ours."""
+"""Offer DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient``.
+
+They wrap this package's tensors, embeddings and store.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ from dglx_dist.records import Array
 
 _Rows: TypeAlias = Mapping[tuple[KVStore, str], Callable[[], Any]]
 _BATCH: SessionField[tuple[Callable[[], Any], _Rows]] = SessionField(lambda _: (lambda: None, {}))
-"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key.
-There is no reference to the block, because copies that a script makes (``block.int()``) hold the same rows.
+"""Weak references to the last batch's input nodes, and to the rows on its first block by store and key. There
+is no reference to the block, because copies that a script makes (``block.int()``) hold the same rows.
 """
 
 
@@ -57,9 +60,9 @@ def remember_batch(g: DistGraph, input_nodes: object, blocks: Any) -> None:
 
 
 def find_attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
-    """Return the rows of ``tensor`` that the first block of the last batch has, or None.
+    """Return the rows of ``tensor`` that the last batch's first block has, or None.
 
-    ``index`` must be the tensor of input nodes that this batch gave to the script. If features are cut by
+    ``index`` must be the tensor with input nodes that this batch gave to the script. If features are cut by
     column, the block has this rank's columns, which the wrapped model expects.
     """
     get_input_nodes, attached_rows = _BATCH.get(tensor.kvstore.session)
@@ -75,14 +78,14 @@ _KINDS = ("node~", "edge~")
 
 @final
 class KVClient(Wrapper, of=KVStore):
-    """Named tensors of a graph. ``g._client`` and ``tensor.kvstore`` are clients."""
+    """A graph's named tensors. ``g._client`` and ``tensor.kvstore`` are clients."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise ConfigError("there are no servers to connect to. Use g._client, the store of a graph.")
 
     inner: KVStore
     group_count, role = 1, "default"
-    """DGL's number of server processes per machine, and its role of trainers."""
+    """DGL's number of server processes per machine, and its role for trainers."""
 
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
@@ -97,7 +100,7 @@ class KVClient(Wrapper, of=KVStore):
 
     @property
     def data_store(self) -> Mapping[str, Tensor]:
-        """Rows of this server by name. For tensors of the dataset, each access makes a copy."""
+        """This server's rows by name. For tensors in the dataset, each access makes a copy."""
         return _LocalRows(self)
 
     def barrier(self) -> None:
@@ -156,12 +159,12 @@ class KVClient(Wrapper, of=KVStore):
         return self._tensor(name).part_policy.to_partid(id_tensor)
 
     def data_name_list(self) -> list[str]:
-        """Return the names of all tensors, including those created with ``is_gdata=False``."""
+        """List the names of all tensors, including those created with ``is_gdata=False``."""
         names = self.gdata_name_list()
         for key in self.inner.names():
             name = key.removeprefix(_HIDDEN)
             is_hidden = name != key and name.startswith(_KINDS)
-            # Hidden columns of the dataset are read-only and do not belong to the script.
+            # The dataset's hidden columns are read-only and do not belong to the script.
             if is_hidden and self.inner.column(key).writable:
                 names.append(name)
         return names
@@ -179,7 +182,7 @@ class KVClient(Wrapper, of=KVStore):
         """Write the bitwise or of two tensors to a third one. Every rank must call it."""
         joined = self._tensor(operand1_name) | self._tensor(operand2_name)
         output = self._tensor(output_name)
-        # One rank of each server writes the server's rows.
+        # One rank on each server writes the server's rows.
         if self.inner.placement.topology.local_rank == 0:
             first, end = output.local_range
             output[first:end] = joined.local_rows()
@@ -229,8 +232,8 @@ _USERS: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambd
 
 
 def get_users(store: KVStore) -> dict[str, WeakSet[object]]:
-    """Return the objects of this rank that refer to each tensor that may be freed, by key."""
-    # Users are kept by the store's label, because two graphs may have tensors of the same name.
+    """Return the objects on this rank that refer to each tensor that may be freed, by key."""
+    # Users are kept by the store's label, because two graphs may have tensors with the same name.
     return _USERS.get(store.session).setdefault(store.label, {})
 
 
@@ -243,7 +246,7 @@ def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
     """Free tensors that no rank refers to. Return the ranks that use ``keys``. Every rank must call this."""
     users = get_users(store)
     if any(users.get(key) for key in keys):
-        gc.collect()  # the last reference may be part of a cycle
+        gc.collect()  # the last reference may be in a cycle
     unused = [key for key, references in users.items() if not references and store.has(key)]
 
     # The gather ends after every rank has entered it, so no rank still reads these rows.
@@ -264,8 +267,8 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     Creating one is collective. Writing waits until the owners have the rows, unlike in DGL. A tensor that is
     not persistent is freed when a later one is created and no rank refers to it any more. Its name is then
     free for any shape. As long as one rank refers to the tensor, all attach to it. Attaching to persistent
-    tensors, which are never freed, is not collective. ``attach`` has no effect. In DGL it appends the
-    number of a group of clients, but there is one group here.
+    tensors, which are never freed, is not collective. ``attach`` has no effect. In DGL it appends a client
+    group's number, but there is one group here.
     """
 
     inner: InnerDistTensor
@@ -297,7 +300,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
             holders = _free_unused(store, existing_keys)
         known_keys = set(store.names())
         if existing_keys and name is not None:
-            # The graph does not show the state of an optimizer and some other tensors.
+            # The graph does not show an optimizer's state and some other tensors.
             row_policy = policy or get_opened_graph().find_policy_of_length(next(iter(shape)))
             is_hidden = row_policy.hidden_key(name) in known_keys
             is_gdata = is_gdata and (row_policy.key(name) in known_keys or not is_hidden)
@@ -323,7 +326,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         return tensor
 
     def __getitem__(self, idx: Ids) -> Tensor:
-        """Return the rows of ``idx``, (K, *row), or (1, *row) for one integer."""
+        """Return the rows for ``idx``, (K, *row), or (1, *row) for one integer."""
         rows = find_attached_rows(self.inner, idx)
         if rows is None:
             rows = self.inner[_convert_ids(self.inner, idx)]
@@ -348,7 +351,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save the tensor of all rows under ``torch.save``, so that it loads without this package."""
+        """Save all rows as one tensor under ``torch.save``, so that it loads without this package."""
         return self.to_local().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def __copy__(self) -> DistTensor:
@@ -386,12 +389,12 @@ class DistTensor(Wrapper, of=InnerDistTensor):
 
 
 def inner_tensor(value: object) -> object:
-    """Return our tensor behind DGL's view of it. Any other ``value`` is unchanged."""
+    """Return our tensor behind DGL's view. Any other ``value`` is unchanged."""
     return value.inner if isinstance(value, DistTensor) else value
 
 
 def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
-    """Return a function that puts the rows of ``init``, which are in the order of DGL's ids, in our order."""
+    """Wrap ``init``, which returns rows in DGL's order, so that its rows are in our order."""
 
     def init_rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         row_policy = policy or get_opened_graph().find_policy_of_length(shape[0])
@@ -399,7 +402,7 @@ def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]
         ids = get_edge_ids(row_policy.store, row_policy.type_name)
         if ids is None:
             return rows
-        # The ids may be a read-only map of a file, and torch warns about those.
+        # The ids may be a read-only file map, and torch warns about those.
         return rows[torch.from_numpy(ids.source.copy())]
 
     return init_rows
@@ -418,7 +421,10 @@ def _init_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @final
 class DistEmbedding(Wrapper, of=InnerDistEmbedding):
-    """Trainable rows, initially zero, with DGL's arguments. ``.inner`` is ours. Creation is collective."""
+    """Trainable rows, initially zero, with DGL's arguments. Creation is collective.
+
+    ``.inner`` is this package's embedding.
+    """
 
     inner: InnerDistEmbedding
 
@@ -439,12 +445,12 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
         self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
-        """Return rows. An optimizer of ``dgl.distributed.optim`` uses their gradients."""
+        """Return rows. An optimizer from ``dgl.distributed.optim`` uses their gradients."""
         return self.inner(find_our_edges(self.inner.kvstore, self.inner.part_policy.type_name, idx), device)
 
     weight: Any = InnerAttribute(InnerDistEmbedding, "weight")
     optm_state: Any = InnerAttribute(InnerDistEmbedding, "optm_state")
-    """Tensors of the optimizer. Empty without an optimizer."""
+    """The optimizer's tensors. Empty without an optimizer."""
     data_name = property(attrgetter("inner.weight.kvstore_key"))
 
 
@@ -472,7 +478,7 @@ class SparseAdagrad(_Optimizer):
 class SparseAdam(_Optimizer):
     """Adam on the rows used in a step, with one step count per embedding and ``eps`` as in DGL."""
 
-    saved_as = "AdamAsDgl"  # states of dglx_dist.optim.SparseAdam, which has another eps, must not load here
+    saved_as = "AdamAsDgl"  # other ``eps`` than dglx_dist.optim.SparseAdam, so states are not exchangeable
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The names of ``dgl.distributed``, and :func:`install`, which replaces them."""
+"""List the names in ``dgl.distributed``, and replace them with :func:`install`."""
 
 import inspect
 import sys
@@ -26,7 +26,7 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import WrappedModel, begin, resolve_strategy
 
 MAX_QUEUE_SIZE = 20 * 2**30
-# Arguments of older versions of DGL for processes that do not exist here.
+# Arguments in older DGL versions for processes that do not exist here.
 _SERVER_OPTIONS = ("num_servers", "num_workers", "num_samplers")
 
 
@@ -48,13 +48,13 @@ def initialize(
     when the graph is opened.
 
     The arguments before ``strategy`` are ignored. One warning on rank 0 names those that differ from DGL's
-    defaults, and the variables of DGL's launcher.
+    defaults, and the variables that DGL's launcher has set.
 
     Args:
-        strategy: Name of the strategy. None: that of ``python -m dglx_dist.run``, otherwise
+        strategy: Name of the strategy. None: the one that ``python -m dglx_dist.run`` has set, otherwise
             ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others raise an error that names it.
-        options: Options of the strategy.
+        options: The strategy's options.
     """
     if get_open_session() is not None:
         raise ConfigError("initialize was called before. Call dgl.distributed.exit_client() between the two.")
@@ -72,7 +72,7 @@ def initialize(
     arguments: dict[str, tuple[object, object]] = {
         "ip_config": (ip_config, None),
         "max_queue_size": (max_queue_size, MAX_QUEUE_SIZE),
-        # None is the default value of newer versions.
+        # Newer versions have None as the default.
         "net_type": ("socket" if net_type is None else net_type, "socket"),
         "num_worker_threads": (num_worker_threads, 1),
         "use_graphbolt": (use_graphbolt, False),
@@ -185,12 +185,12 @@ CONSTANTS: Mapping[str, Any] = {
 }
 """Names in ``dgl.distributed.constants``. From DGL 2.0 on they are also in the package."""
 
-# Names that modules of ``dgl.dataloading`` have too.
+# Names that modules in ``dgl.dataloading`` have too.
 _LOADER_NAMES = ("DistGraph", "DistDataLoader", "DistNodeDataLoader", "DistEdgeDataLoader")
 
 
 def build_replacements() -> dict[str, Any]:
-    """Return the replacement of every name of the package. Unsupported ones raise when they are used."""
+    """Build a replacement for every name in the package. Unsupported ones raise when they are used."""
     refused = {name: make_refusal(name, reason) for name, reason in REFUSED.items()}
     return {**SUPPORTED, **CONSTANTS, **refused}
 
@@ -202,7 +202,7 @@ _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "
 
 
 def get_kvstore() -> KVClient | None:
-    """Return the store of the graph opened last, or None if there is none, as in DGL."""
+    """Return the store for the graph opened last, or None if there is none, as in DGL."""
     session = get_open_session()
     if session is None or OPENED.get(session) is None:
         return None
@@ -230,13 +230,13 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 """Submodule to name to replacement, for names that the package lacks."""
 
 _KEPT = ("merge_graphs",)
-"""Functions of the process modules that only compute."""
+"""Functions in the process modules that only compute."""
 _REMOVED = ("init_kvstore", "close_kvstore")
-"""Functions of ``kvstore`` about processes."""
+"""Functions in ``kvstore`` about processes."""
 
 
 def _find_replacements(submodule: ModuleType) -> dict[str, Any]:
-    """Return replacements of names that only ``submodule`` has. Functions about processes are refused."""
+    """Find replacements for names that only ``submodule`` has. Functions about processes are refused."""
     module_name = submodule.__name__.rpartition(".")[2]
     replacements: dict[str, Any] = {}
     for name, value in vars(submodule).items():
@@ -259,14 +259,13 @@ _MARK = "__dglx_dist__"
 
 @final
 class Installed(ExitStack):
-    """Handle of :func:`install`. :meth:`undo`, or the end of its ``with`` block, reverts the installation."""
+    """Handle from :func:`install`. :meth:`undo`, or leaving its ``with`` block, reverts the installation."""
 
     undo = ExitStack.close
 
 
 def install() -> Installed:
-    """Replace ``dgl.distributed`` and the distributed loaders of ``dgl.dataloading`` by those of this
-    package.
+    """Replace ``dgl.distributed`` and DGL's distributed loaders by those in this package.
 
     Call it before the script imports names from there. If ``import dgl`` has already loaded DGL's own module
     (up to DGL 2.3), its names are rebound, also in its submodules. Otherwise a module takes its place before
@@ -289,7 +288,7 @@ def install() -> Installed:
 
 
 def _rebind(package: ModuleType, undo: ExitStack) -> None:
-    """Replace the names of DGL's own package, which is loaded, and of its loaded submodules."""
+    """Replace the names in DGL's own package, which is loaded, and in its loaded submodules."""
     stock = dict(vars(package))
     names = build_replacements()
     for name, value in names.items():
@@ -321,7 +320,7 @@ def _register_modules(undo: ExitStack) -> None:
     """Put modules with our names into the place of DGL's package, which is not loaded."""
     names = build_replacements() | {_MARK: True}
     package = _module(NAME, "dgl.distributed of dglx_dist.", names)
-    # A path makes it a package, so that the ImportError of a missing submodule names it.
+    # A path makes it a package, so that the ImportError names a missing submodule.
     package.__path__ = []
     optimizers = _module(f"{NAME}.optim", "Optimizers of embeddings.", _OPTIMIZERS)
     nn = _module(f"{NAME}.nn", "Embeddings.", {"DistEmbedding": SUPPORTED["DistEmbedding"]})

@@ -40,10 +40,10 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
 def raw_graph(
     graph: dgl.DGLGraph, name: str, without: Set[str] = frozenset()
 ) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
-    """Return the graph, and the names of its uint16 columns that hold bfloat16 bits.
+    """Convert a DGL graph, and list its uint16 columns that hold bfloat16 bits.
 
-    Unlike ``load_dataset``, it keeps all names and dtypes, because scripts use the names of their own
-    columns. The columns that DGL adds to partitions are left out, and so are those in ``without``.
+    Unlike ``load_dataset``, it keeps all names and dtypes, because scripts name their own columns. The
+    columns that DGL adds to partitions are left out, and so are those in ``without``.
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
@@ -100,12 +100,12 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     destination, then source. With one part they keep their ids, as in DGL.
 
     The arguments are DGL's, except:
-        out_path: Files of an earlier partition in this folder are replaced.
-        part_method: ``metis``, ``random``, or another partitioner of this package.
-        balance_ntypes: (N,) integers, or a dict of them by node type. Each value is balanced separately.
-            Several node types are balanced anyway if the method supports it.
+        out_path: Files from an earlier partition in this folder are replaced.
+        part_method: ``metis``, ``random``, or another partitioner in this package.
+        balance_ntypes: (N,) integers, or a dict with such integers by node type. Each value is balanced
+            separately. Several node types are balanced anyway if the method supports it.
         num_trainers_per_machine: Above 1, each part is partitioned once more, and nodes and edges get
-            ``trainer_id`` in the files and in ``g``. Columns of that name are replaced.
+            ``trainer_id`` in the files and in ``g``. Columns with that name are replaced.
         seed: Random seed. The same seed gives the same parts.
 
     With ``return_mapping``, return original node and edge ids in the new order, by type if there are several.
@@ -118,7 +118,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     check_integer("seed", seed, least=0)
     has_trainers = num_trainers_per_machine > 1
 
-    # DGL overwrites the trainer ids of an earlier partition too.
+    # DGL overwrites an earlier partition's trainer ids too.
     raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if has_trainers else set())
     method = PARTITIONERS.resolve(part_method)
     if method == "random" and (balance_edges or balance_ntypes is not None):
@@ -164,7 +164,7 @@ def _warn_unused(num_hops: int, graphbolt_options: Mapping[str, object]) -> None
 def load_partition(
     part_config: str | Path, part_id: int, load_feats: bool = True, use_graphbolt: bool = False
 ) -> Loaded:
-    """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part."""
+    """Load one part: (structure, node data, edge data, book, graph name, node types, edge types)."""
     if use_graphbolt:
         raise ConfigError("use_graphbolt=True is not supported, because there is one format. Leave it out.")
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
@@ -185,9 +185,9 @@ def load_partition_feats(
 def load_partition_book(
     part_config: str | Path, part_id: int, part_metadata: None = None
 ) -> tuple[RangePartitionBook, str, dict[str, int], dict[EdgeType, int]]:
-    """Return (book, graph name, node types by number, edge types by number) of the partition in the file.
+    """Load a partition's (book, graph name, node types by number, edge types by number) from its file.
 
-    ``part_metadata``, the file's content in newer versions of DGL, is refused.
+    ``part_metadata``, the file's content in newer DGL versions, is refused.
     """
     if part_metadata is not None:
         raise ConfigError("part_metadata is not supported, because part_config is read again. Leave it out.")
@@ -200,7 +200,7 @@ def load_partition_book(
 
 
 def _set_trainer_ids(g: dgl.DGLGraph, raw: RawGraph) -> None:
-    # DGL has int64 ids of trainers.
+    # DGL has int64 trainer ids.
     for view, columns in ((g.nodes, raw.node_data), (g.edges, raw.edge_data)):
         for key, data in columns.items():
             view[key].data[TRAINER_ID] = torch.as_tensor(data[TRAINER_ID]).long()
@@ -209,7 +209,7 @@ def _set_trainer_ids(g: dgl.DGLGraph, raw: RawGraph) -> None:
 def _add_weights(
     graph: RawGraph, balance_ntypes: Tensor | Mapping[str, Tensor] | None
 ) -> tuple[RawGraph, tuple[str, ...]]:
-    """Return the graph with a 0/1 column for each value to balance, and the names of these columns."""
+    """Add a 0/1 column for each value to balance. Return the graph, and these columns' names."""
     if balance_ntypes is None:
         return graph, ()
     if not isinstance(balance_ntypes, Mapping):
@@ -225,7 +225,7 @@ def _add_weights(
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, num_nodes in graph.num_nodes.items():
-        # Nodes of a type that is not mentioned are balanced, too, as one group.
+        # Nodes are balanced as one group if their type is not mentioned.
         values = np.zeros(num_nodes, np.int64)
         if ntype in balance_ntypes:
             values = torch.as_tensor(balance_ntypes[ntype]).numpy()
@@ -257,7 +257,7 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
 
 
 def _read_mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
-    """Return the original ids of nodes and edges of all parts, by type if there are several."""
+    """Read the original node and edge ids for all parts, by type if there are several."""
     contents = read_part_config(config.absolute())
     folders = [contents.file(part, "part_graph").parent for part in range(num_parts)]
 
@@ -283,7 +283,7 @@ def _file(part_config: str | Path, part: int, kind: str) -> Path:
 def _tensors(part_config: str | Path, part: int, kind: str, type_name: str) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in load_tensors(_file(part_config, part, kind)).items():
-        # Files of old versions do not name the type if there is only one.
+        # Files from old versions do not name the type if there is only one.
         key = name if "/" in name else f"{type_name}/{name}"
         tensors[key] = tensor
     return tensors
@@ -297,11 +297,11 @@ def node_split(
     force_even: bool = True,
     node_trainer_ids: Any = None,
 ) -> Tensor:
-    """Return the (n,) int64 ids of a rank's share of the marked nodes, ascending.
+    """Return a rank's share of the marked nodes as ascending (n,) int64 ids.
 
-    Every non-zero value of ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book belongs
-    to an open graph, or was read from its file. None: the book of a DistTensor's graph, or of the only open
-    one.
+    Every non-zero value in ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book belongs
+    to an open graph, or was read from its file. None: the book that belongs to a DistTensor's graph, or to
+    the only open graph.
     """
     g = _find_graph(nodes, partition_book)
     ntype = resolve_node_type(g, ntype)
@@ -322,7 +322,7 @@ def edge_split(
     g = _find_graph(edges, partition_book)
     etype = resolve_edge_type(g, etype)
     if get_edge_ids(g.kvstore, g.to_canonical_etype(etype)) is not None:
-        # to_local() returns rows in the order of DGL's ids, which are those of the result.
+        # to_local() returns rows in the order of DGL's ids, and the result has such ids.
         if isinstance(edges, DistTensor):
             edges = edges.to_local()
         if isinstance(edge_trainer_ids, DistTensor):
@@ -334,7 +334,7 @@ def edge_split(
 
 
 def _mask(marked: Any, num_rows: int, type_name: object) -> Any:
-    """Return the mask of the nonzero values of ``marked``, or of all rows if ``marked`` has all ids."""
+    """Return a mask that marks the nonzero values in ``marked``, or all rows if it has all ids."""
     if len(marked) != num_rows:
         raise ConfigError(
             f"the mask has {len(marked)} values for {num_rows} rows of {type_name!r}. Pass one per row."
@@ -353,7 +353,11 @@ def _mask(marked: Any, num_rows: int, type_name: object) -> Any:
 
 
 def _find_graph(marked: Any, partition_book: RangePartitionBook | None) -> DistGraph:
-    """Return the open graph of a mask, if it is a DistTensor, or of the book. ConfigError if they differ."""
+    """Find the open graph that a mask or book belongs to.
+
+    A mask names its graph if it is a DistTensor. ConfigError if the mask and the book belong to different
+    graphs.
+    """
     if not isinstance(partition_book, RangePartitionBook | None):
         raise ConfigError(f"partition_book is a {type(partition_book).__name__}. Use g.get_partition_book().")
     book = None if partition_book is None else partition_book.inner

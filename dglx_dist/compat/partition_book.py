@@ -1,4 +1,4 @@
-"""DGL's partition books and policies on top of ours."""
+"""Offer DGL's partition books and policies, which wrap this package's."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ K = TypeVar("K", str, EdgeType)
 
 
 class GraphPartitionBook(Wrapper):
-    """Base class of partition books, for ``isinstance`` in scripts. There is one kind."""
+    """Base class for partition books, for ``isinstance`` in scripts. There is one kind."""
 
     inner: PartitionBook
 
@@ -35,13 +35,13 @@ class GraphPartitionBook(Wrapper):
 class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """Contiguous ids per type and partition, with DGL's arguments and methods.
 
-    Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
-    have (P, 2) homogeneous ranges by type. ConfigError if they do not fit. If they overlap, or number ids in
-    another way than DGL, homogeneous ids raise ConfigError and all other methods work.
+    Without a type, ids are *homogeneous* if the graph has several types: one numbering for all types. The
+    maps have (P, 2) homogeneous ranges by type. ConfigError if they do not fit. If they overlap, or number
+    ids in another way than DGL, homogeneous ids raise ConfigError and all other methods work.
     """
 
     _unusual = ""
-    """Reason why homogeneous ids would differ from DGL's, or an empty text."""
+    """Reason if homogeneous ids would differ from DGL's, or an empty text."""
     global_nid_dtype = global_eid_dtype = torch.int64
 
     def __init__(
@@ -70,7 +70,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         raise ConfigError(f"these ids are homogeneous, but {self._unusual}. Name a type.")
 
     partid: Any = InnerAttribute(PartitionBook, "partid")
-    """Partition of this rank."""
+    """This rank's partition."""
 
     @property
     def is_homogeneous(self) -> bool:
@@ -78,7 +78,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
     @property
     def local_ntype_offset(self) -> list[int]:
-        """(types + 1) offsets of the node types among the nodes of this rank's partition."""
+        """(types + 1) offsets: where each node type starts among the nodes in this rank's partition."""
         return self._offsets(map(self.inner.node_bounds, self.ntypes))
 
     @property
@@ -96,11 +96,11 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         raise ConfigError("every rank has the book, which is a few numbers. Leave shared_memory() out.")
 
     def _find_book(self, type_name: str | EdgeType | None) -> PartitionBook:
-        """Return the book for ids of a type. DGL's defaults usually mean homogeneous ids."""
+        """Return the book for a type's ids. DGL's defaults usually mean homogeneous ids."""
         book = self.inner
         if type_name not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
             return book
-        # The graph may have a type of that name.
+        # The graph may have a type with that name.
         if type_name in (*book.ntypes, *book.canonical_etypes, *book.etypes):
             return book
         if self._unusual:
@@ -109,7 +109,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
 
 def _adapt_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of our book as one of DGL's, where a default type can mean homogeneous ids."""
+    """Adapt a method of our book to DGL's signature, where a default type can mean homogeneous ids."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -166,10 +166,10 @@ def remember_graph(g: DistGraph) -> None:
 
 @dataclass(frozen=True)
 class EdgeIds:
-    """Both numberings of the edges of one type, for a graph in one part."""
+    """Both numberings for one edge type, if the graph is in one part."""
 
     source: Array
-    """(E,) int64 id in DGL, which is that of the source, for each of our edges."""
+    """(E,) int64 DGL id of each of our edges. It is the id that the edge had before partitioning."""
 
     @cached_property
     def ours(self) -> Array:
@@ -183,7 +183,7 @@ _EDGE_IDS: SessionField[dict[tuple[str, object], EdgeIds]] = SessionField(lambda
 
 
 def get_edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
-    """Return the edge ids of a type in the graph of ``store``, or None if our ids equal DGL's."""
+    """Return a type's edge ids in the graph that ``store`` belongs to, or None if our ids equal DGL's."""
     return _EDGE_IDS.get(store.session).get((store.label, etype))
 
 
@@ -198,7 +198,7 @@ def find_our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
 
 
 def map_each_type(convert: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
-    """Apply :func:`find_our_edges` or :func:`find_shown_edges` to ids of the only type, or by type."""
+    """Apply :func:`find_our_edges` or :func:`find_shown_edges` to ids for the only type, or by type."""
     if isinstance(edges, Mapping):
         return {key: convert(g.kvstore, g.to_canonical_etype(key), ids) for key, ids in edges.items()}
     if len(g.canonical_etypes) == 1:
@@ -216,13 +216,13 @@ def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
 
 
 def find_book_graph(book: PartitionBook | None) -> DistGraph:
-    """Return the open graph of ``book``, which may be read from a file. None stands for the only graph."""
+    """Return the open graph that ``book``, which may come from a file, describes. None: the only graph."""
     graphs = _open_graphs()
     matching = graphs
     if book is not None:
         matching = [g for g in graphs if g.get_partition_book() is book]
         if not matching:
-            # A book that was read from a file has the sizes of its graph.
+            # A book that was read from a file knows the sizes of its graph.
             sizes = _count_rows(book)
             matching = [g for g in graphs if _count_rows(g.get_partition_book()) == sizes]
 
@@ -256,7 +256,7 @@ def resolve_edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 
 def _open_graphs() -> Sequence[DistGraph]:
-    """Return the open graphs. The graph that was opened last comes last."""
+    """List the open graphs. The graph that was opened last comes last."""
     last = cast("DistGraph", get_opened_graph())
     earlier = [g for g in _GRAPHS.get(current_session()) if g is not last]
     return [*earlier, last]
@@ -269,10 +269,10 @@ def _count_rows(book: PartitionBook) -> dict[str | EdgeType, int]:
 
 
 class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
-    """Assignment of a tensor's rows to partitions, with DGL's names.
+    """Assigns a tensor's rows to partitions, with DGL's names.
 
     ``policy_str`` is ``node~<type>`` or ``edge~<source>:<relation>:<destination>``. ``node`` and ``edge``
-    mean the only type of a graph.
+    mean a graph's only type.
     """
 
     inner: InnerPartitionPolicy
@@ -295,7 +295,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
             type_name=type_name,
             bounds=bounds,
             partition_book=book,
-            # Only the policies of an open graph have a store. inner_policy() finds that of this book.
+            # Only policies from an open graph have a store. inner_policy() finds the one for this book.
             store=cast("KVStore", None),
         )
 
@@ -308,13 +308,13 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         return self.inner.kind == "node"
 
     def get_data_name(self, name: str) -> str:
-        """Return the name of the tensor ``name`` in the KVStore."""
+        """Return the KVStore's name for the tensor ``name``."""
         return self.inner.key(name)
 
 
 @final
 class NodePartitionPolicy(PartitionPolicy):
-    """Policy of a type's nodes."""
+    """Policy for the nodes of one type."""
 
     def __init__(self, partition_book: RangePartitionBook, ntype: str = NODE_TYPE) -> None:
         super().__init__(f"node~{ntype}", partition_book)
@@ -322,14 +322,14 @@ class NodePartitionPolicy(PartitionPolicy):
 
 @final
 class EdgePartitionPolicy(PartitionPolicy):
-    """Policy of a type's edges, which is a triple."""
+    """Policy for the edges of one type, which is a triple."""
 
     def __init__(self, partition_book: RangePartitionBook, etype: EdgeType = EDGE_TYPE) -> None:
         super().__init__(f"edge~{format_type(etype)}", partition_book)
 
 
 def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> InnerPartitionPolicy | None:
-    """Return our policy for one of DGL's, from the open graph of its book. Raise ConfigError without one."""
+    """Find our policy for one of DGL's, in the open graph that its book describes, or raise ConfigError."""
     if policy is None or isinstance(policy, InnerPartitionPolicy):
         return policy
     if not isinstance(policy, PartitionPolicy):

@@ -1,4 +1,4 @@
-"""Base of the classes that show our objects with DGL's names."""
+"""Base classes to show our objects with DGL's names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ W = TypeVar("W", bound="Wrapper")
 
 @final
 class InnerAttribute:
-    """The attribute ``name`` of a wrapper's ``inner`` object. Objects of ours become DGL's views.
+    """The attribute ``name`` on a wrapper's ``inner`` object. Our objects become DGL's views.
 
-    The wrapper's class shows the attribute of ``owner``, the class of ``inner``, with its signature and
-    docstring.
+    The wrapper's class shows the attribute with the signature and docstring that it has in ``owner``, the
+    class of ``inner``.
     """
 
     def __init__(self, owner: type[Any], name: str) -> None:
@@ -32,14 +32,14 @@ class InnerAttribute:
 
 
 class Wrapper(Shared):
-    """Base of DGL's views. A view shows an object of ours, ``inner``, under DGL's names.
+    """Base class for DGL's views. A view shows one of our objects, ``inner``, under DGL's names.
 
-    A subclass passes the class of ``inner`` as ``of``. It then shows the public methods and properties of
-    that class. All other attributes are those of ``inner``.
+    A subclass passes the class of ``inner`` as ``of``. It then shows that class's public methods and
+    properties. All other attributes are those of ``inner``.
     """
 
     views: ClassVar[dict[type[Any], type[Wrapper]]] = {}
-    """Class of ours to the class of its view."""
+    """DGL's view for each of our classes."""
     inner: Any
 
     def __init_subclass__(cls, of: type[Any] = object) -> None:
@@ -51,7 +51,7 @@ class Wrapper(Shared):
 
     @classmethod
     def over(cls: type[W], inner: Any) -> W:
-        """Return DGL's view of one of our objects."""
+        """Wrap one of our objects in DGL's view."""
         wrapper = cls.__new__(cls)
         wrapper.inner = inner
         return wrapper
@@ -63,7 +63,7 @@ class Wrapper(Shared):
 
 
 def view(value: Any) -> Any:
-    """Return DGL's view of one or several of our objects or of a method's result. Keep other values."""
+    """Wrap our objects, or the objects that a method returns, in DGL's views. Keep other values."""
     if type(value) in Wrapper.views:
         return Wrapper.views[type(value)].over(value)
     if type(value) is tuple:

@@ -1,4 +1,4 @@
-"""Graphs in arrays: ``.npz`` archives, sparse matrices, and dicts of torch tensors."""
+"""Read graphs in arrays: ``.npz`` archives, sparse matrices, and dicts of torch tensors."""
 
 import importlib
 import logging
@@ -60,20 +60,20 @@ _UNREADABLE = (
 
 @final
 class NpzSource(DatasetSource):
-    """A ``.npz`` of arrays. If memory is limited, it is unpacked into files. It has no options.
+    """A ``.npz`` with arrays. If memory is limited, it is unpacked into files. It has no options.
 
     ``src``, ``dst`` and ``num_nodes`` define a graph. ``etype`` and ``etype_names`` give it one edge type
     ("_N", name, "_N") per relation. ``head``, ``rel``, ``tail`` and ``triple_split`` define a knowledge graph
     with split masks on edges. Features are in ``features``, or as compressed rows in ``feat_indptr``,
     ``feat_indices``, ``feat_data`` and ``feat_dim``. ``num_classes`` may give the number of classes.
 
-    Without ``num_nodes``, the number of nodes follows from ids or rows of features or labels. Any other array
-    is a node column if it has as many rows as there are nodes, and an edge column if it has as many as there
-    are edges. If both numbers are equal, its name must begin with ``node_`` or ``edge_``. An array with a
-    different number of rows is ignored with a warning. A ``val_mask`` without any node is ignored, because
-    official splits often have none. Pickled objects are never loaded.
+    Without ``num_nodes``, the node count follows from ids, or from feature or label rows. Any other array is
+    a node column if it has as many rows as there are nodes, and an edge column if it has as many as there are
+    edges. If both numbers are equal, its name must begin with ``node_`` or ``edge_``. An array with any other
+    row count is ignored with a warning. A ``val_mask`` without any node is ignored, because official splits
+    often have none. Pickled objects are never loaded.
 
-    The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are supported too. So is a square matrix of
+    PyG's names (``edge_index``, ``x``, ``y``, ``edge_type``) are supported too. So is a square matrix from
     ``scipy.sparse.save_npz``, which is read at once. Row u, column v is an edge from u to v. The values
     become ``weight`` unless all are 1.
     """
@@ -85,9 +85,10 @@ class NpzSource(DatasetSource):
 
 
 def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
-    """Build the graph from arrays with the names of :class:`NpzSource`. ``where`` starts messages.
+    """Build the graph from arrays that are named as in :class:`NpzSource`. ``where`` starts messages.
 
-    Raises DatasetError if ends of edges or known columns are missing, or have the wrong dtype or length.
+    Raises:
+        DatasetError: If edge ends or known columns are missing, or have the wrong dtype or length.
     """
     arrays = _rename_pyg(arrays, where)
     source_name, destination_name = ("head", "tail") if "head" in arrays else ("src", "dst")
@@ -127,7 +128,7 @@ _PYG_NAMES = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
 
 
 def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
-    """Return ``arrays`` with the names of :class:`NpzSource` instead of PyG's."""
+    """Rename PyG's ``arrays`` as in :class:`NpzSource`."""
     if "edge_index" not in arrays:
         return arrays
     edge_index = arrays["edge_index"]
@@ -146,9 +147,9 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
 
 
 def convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
-    """Return the arrays of a graph with an edge u -> v for each entry in row u, column v of a matrix."""
+    """Convert a matrix to a graph's arrays, with an edge u -> v for each entry in row u, column v."""
     if matrix.format in ("csr", "csc", "bsr"):
-        # Compiled code of SciPy uses the pointers of the matrix unchecked.
+        # SciPy's compiled code uses the matrix's pointers unchecked.
         matrix.check_format(full_check=True)
     matrix = matrix.tocoo()
     if matrix.shape[0] != matrix.shape[1]:
@@ -163,7 +164,7 @@ def convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
 
 
 def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
-    """Return the arrays of a .npz file, with their names. Raise DatasetError if it is damaged."""
+    """Read a .npz file's arrays by name. Raise DatasetError if it is damaged."""
     if not path.is_file():
         raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
     try:
@@ -174,7 +175,7 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
             if workspace is not None:
                 return _unpack(path, workspace)
             return _read_plain_arrays(stored, path)
-    except DglxError:  # Some errors of this package are errors of Python, too.
+    except DglxError:  # Some errors in this package are Python errors, too.
         raise
     except _UNREADABLE as error:
         reason = f"not a readable .npz file of plain arrays ({error}; text ids are for tables)"
@@ -197,7 +198,7 @@ def _read_plain_arrays(stored: Any, path: Path) -> dict[str, Array]:
         try:
             arrays[name] = stored[name]
         except ValueError as error:
-            # NumPy's message for an array of objects names this option.
+            # NumPy's message names this option if an array holds objects.
             if "allow_pickle" not in str(error) or name in _STRUCTURE | _REQUIRED_LENGTH:
                 raise
             pickled.append(name)
@@ -210,14 +211,14 @@ _EDGE_ORDER_ARRAYS = ("rel", "etype", "triple_split")
 
 
 def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
-    """Return whether an array is converted: ids of other dtypes, integer features, and compressed rows."""
+    """Return whether an array is converted: ids in other dtypes, integer features, and compressed rows."""
     if name in ("src", "dst", "head", "tail"):
         return dtype not in (np.int32, np.int64)
     return name in _SPARSE or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
 
 
 def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
-    """Write the arrays of a .npz to a stage of ``workspace``, and return them memory-mapped.
+    """Write a .npz file's arrays to a stage in ``workspace``, and return them memory-mapped.
 
     Raise ConfigError if arrays that must be converted do not fit in memory.
     """
@@ -292,7 +293,7 @@ def _read_count(arrays: Mapping[str, Array], name: str, where: str) -> int:
 def _read_num_nodes(
     arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str
 ) -> int:
-    """Return the number that a file names, or the largest number of ids or of rows of node columns."""
+    """Return the node count that a file names, or the largest that ids or node columns need."""
     if "num_nodes" in arrays:
         num_nodes = _read_count(arrays, "num_nodes", where)
     elif "num_entities" in arrays:
@@ -301,7 +302,7 @@ def _read_num_nodes(
         num_nodes = 1 + max(int(source_ids.max(initial=-1)), int(destination_ids.max(initial=-1)))
         for name in (FEATURE, LABEL, *OTHER_NAMES):
             column = arrays.get(name)
-            # An array with a row for each edge may be a column of edges.
+            # An array with a row for each edge may be an edge column.
             if column is not None and column.ndim and len(column) != len(source_ids):
                 num_nodes = max(num_nodes, len(column))
     if 8 * num_nodes > machine_memory()[0]:
@@ -316,7 +317,7 @@ def _read_num_nodes(
 def _read_columns(
     arrays: Mapping[str, Array], num_nodes: int, num_edges: int, where: str
 ) -> tuple[dict[str, NodeColumn], dict[str, Array]]:
-    """Return the columns of nodes and of edges. The number of rows of an array tells its owner."""
+    """Return the node columns and the edge columns. An array's row count tells its owner."""
     node_arrays: dict[str, NodeColumn] = {}
     edge_arrays: dict[str, Array] = {}
     ignored = []
@@ -407,14 +408,14 @@ def _group_by_relation(
         edges[edge_type] = (source_ids[rows], destination_ids[rows])
         edge_data[edge_type] = {}
         for key, column in columns.items():
-            # A split may have no triple of a rare relation. Then the relation gets no mask.
+            # A split may have no triple with a rare relation. Then the relation gets no mask.
             if not key.endswith("_mask") or column[rows].any():
                 edge_data[edge_type][key] = column[rows]
     return edges, edge_data
 
 
 def _read_ids(array: Array, name: str, where: str) -> Array:
-    """Return ``array`` as int32 or int64 in the byte order of the machine, which compiled loops need."""
+    """Convert ``array`` to int32 or int64 in the machine's byte order, which compiled loops need."""
     check_integers(array, name, where)
     if array.dtype in (np.int32, np.int64):
         return array
@@ -428,9 +429,9 @@ def _check_lengths(source_ids: Array, values: Array, values_name: str, where: st
 
 @final
 class TorchSource(DatasetSource):
-    """A ``.pt`` of ``torch.save`` with a dict of tensors, named as in a ``.npz``. It has no options.
+    """A ``.pt`` from ``torch.save`` with a dict of tensors, named as in a ``.npz``. It has no options.
 
-    For a ``Data`` of PyG, write ``torch.save(data.to_dict(), FILE)``. Pickled classes are never loaded.
+    For PyG's ``Data``, write ``torch.save(data.to_dict(), FILE)``. Pickled classes are never loaded.
     """
 
     def load(self) -> RawGraph:
@@ -451,7 +452,7 @@ class TorchSource(DatasetSource):
             classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
             reason = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
             raise DatasetError(f"{where}: {reason}; {remedy}") from error
-        # Dicts in the dict are the types of PyG's HeteroData.
+        # Dicts in the dict are the types in PyG's HeteroData.
         has_types = isinstance(values, dict) and any(isinstance(v, dict) and v for v in values.values())
         if not isinstance(values, dict) or has_types:
             raise DatasetError(f"{where} does not hold a dict of tensors of one type; {remedy}")

@@ -1,7 +1,7 @@
-"""Files of ``dgl.save_graphs`` and ``save_tensors``, which a child process reads first.
+"""Load files from ``dgl.save_graphs`` and ``save_tensors``, which a child process reads first.
 
 DGL's library checks neither sizes nor ids, and a damaged file may end the process that reads it. The child
-process has limits of memory and time, and uses the content like the importers.
+process has limited memory and time, and uses the content like the importers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _REMEDY = "copy it again, or write it again with DGL"
 _START_TIMEOUT_S = 120.0
 _BYTES_PER_S = 10 << 20
 _MEMORY = 2 << 30
-"""Memory of the child process in addition to four times the largest file."""
+"""Memory for the child process in addition to four times the largest file."""
 _IDLE_TIMEOUT_S = 20.0
 """Time without a request after which the child process ends."""
 _LAST = b"\t\n"
-"""End of the last answer."""
+"""Marker at the end of the last answer."""
 _LOCK = threading.Lock()
 _PROGRAM = """
 import json, sys
@@ -45,12 +45,12 @@ read_all()
 
 
 def load_graphs(path: Path) -> list[Any]:
-    """Return the graphs of a file. Call :func:`check_files` before. Raises StorageError if it is damaged."""
+    """Load a file's graphs. Call :func:`check_files` before. Raises StorageError if it is damaged."""
     return list(_load("graphs", path))
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file. See :func:`load_graphs`."""
+    """Load a file's tensors. See :func:`load_graphs`."""
     return dict(_load("tensors", path))
 
 
@@ -117,7 +117,7 @@ class _Child:
     @staticmethod
     @lru_cache(maxsize=1)
     def of(_process: int) -> _Child:
-        """Return the child of this process. Start it if there is none."""
+        """Return this process's child. Start it if there is none."""
         return _Child()
 
     def answers(self, request: str, count: int, limit_s: float) -> list[str]:
@@ -156,9 +156,9 @@ class _Child:
 
 
 def read_all(requests: IO[str] = sys.stdin) -> None:
-    """Read the files of each line of ``requests``. This is the main function of the child process."""
+    """Read the files on each line in ``requests``. This is the child process's main function."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # Output of libraries must not be read as an answer.
+    os.dup2(2, 1)  # Library output must not be read as an answer.
     import dgl  # noqa: F401  # It is imported before the limit is set.
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -178,9 +178,9 @@ def read_all(requests: IO[str] = sys.stdin) -> None:
 
 
 def _check_file(kind: str, path: Path) -> None:
-    """Raise StorageError if a file of "graphs" or another ``kind`` is damaged.
+    """Raise StorageError if a file with "graphs" or another ``kind`` is damaged.
 
-    DGL checks what it loads, except for the node ids in edges of graphs.
+    DGL checks what it loads, except for the node ids in a graph's edges.
     """
     loaded = _load(kind, path)
     if kind != "graphs":

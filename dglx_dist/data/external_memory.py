@@ -36,9 +36,9 @@ from dglx_dist.records import Array, ColumnInfo
 LIBRARY_BYTES = 48 * 2**20
 """Memory for library code that is not loaded yet, and for buffers that do not depend on the limit."""
 PROGRAM_BYTES = 192 * 2**20
-"""Approximate memory of Python and its libraries, including :data:`LIBRARY_BYTES`. Used in messages."""
+"""Approximate memory for Python and its libraries, including :data:`LIBRARY_BYTES`. Used in messages."""
 BUDGET_SHARES = 6
-"""Number of shares of the budget. A bucket takes one of them."""
+"""Shares of the budget. A bucket takes one share."""
 MIN_WORK_BYTES = 24 * 2**20
 """Minimum budget beside the program itself. With less memory the pieces become too small."""
 
@@ -52,19 +52,19 @@ class Budget:
 
     work: int
     reserved: int = PROGRAM_BYTES
-    """Bytes of the program and of :meth:`with_reserved`."""
+    """Bytes that the program and :meth:`with_reserved` take."""
 
     def with_reserved(self, num_bytes: int) -> Budget:
         """Return the budget with ``num_bytes`` less for work. The number may be negative."""
         return Budget(work=self.work - num_bytes, reserved=self.reserved + num_bytes)
 
     def remedy(self, num_bytes: int) -> str:
-        """Return the advice to grant memory for ``num_bytes`` of work."""
+        """Advise how much memory to grant for ``num_bytes`` of work."""
         return f"grant --memory {(self.reserved + num_bytes) // 10**6 + _ROUNDING_MB}MB"
 
     @property
     def batch(self) -> int:
-        """Bytes of table rows to read at a time. Converting them takes several times that memory."""
+        """Table bytes to read at a time. Converting them takes several times that memory."""
         return self.work // 32
 
     @property
@@ -74,7 +74,7 @@ class Budget:
 
 
 def open_budget(limit: int) -> Budget:
-    """Return the budget: ``limit`` bytes minus the current memory of this process.
+    """Return the budget: ``limit`` bytes minus this process's current memory.
 
     If the machine or the control group has less memory, its memory is the limit, and a message says so.
     Raises ConfigError if the budget is too small.
@@ -98,8 +98,7 @@ def low_memory_allocators() -> Iterator[None]:
     """Make allocators return freed memory to the system instead of keeping it.
 
     Arrow's own pool keeps freed memory for a while, and glibc keeps pieces smaller than the largest one freed
-    so far. For example, reading a column of 9 MB in pieces of 1 MB kept 40 MB. The glibc setting is not
-    reverted.
+    so far. For example, reading a 9 MB column in 1 MB pieces kept 40 MB. The glibc setting is not reverted.
     """
     previous_pool = pa.default_memory_pool()
     pa.set_memory_pool(pa.system_memory_pool())
@@ -116,7 +115,7 @@ def release_memory() -> None:
 
 
 def iterate_runs(values: Array) -> Iterator[tuple[int, slice]]:
-    """Yield the value and the positions of each run of equal values in an ascending (K,) integer array."""
+    """Yield value and positions for each run of equal values in an ascending (K,) integer array."""
     starts = np.flatnonzero(np.diff(values, prepend=-1))
     for start, end in pairwise([*starts.tolist(), len(values)]):
         yield int(values[start]), slice(start, end)
@@ -124,7 +123,7 @@ def iterate_runs(values: Array) -> Iterator[tuple[int, slice]]:
 
 @final
 class BucketFiles:
-    """Records of one dtype in numbered files of a folder."""
+    """Records with one dtype, in numbered files in a folder."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +131,7 @@ class BucketFiles:
         self.dtype = np.dtype(dtype)
 
     def append(self, buckets: Array, records: Array) -> None:
-        """Append each of the (K,) ``records`` to the file of its bucket number. Their order is kept."""
+        """Append each of the (K,) ``records`` to the file with its bucket number. Their order is kept."""
         # NumPy sorts 16-bit keys in linear time.
         if buckets.max(initial=0) < 1 << 16:
             buckets = buckets.astype(np.uint16)
@@ -143,7 +142,7 @@ class BucketFiles:
                 write_array(file, records[run])
 
     def take(self, bucket: int) -> Array:
-        """Return the records of one file and delete it."""
+        """Return one file's records and delete the file."""
         path = self._folder / str(bucket)
         if not path.exists():
             return np.empty(0, self.dtype)
@@ -173,7 +172,7 @@ class ScatteredRows:
         self._fill = fill
         self._row = np.dtype((dtype, row_shape))
         self._files = BucketFiles(folder, [("at", np.int64), ("row", dtype, row_shape)])
-        # The entries of a file are in memory together with the rows that they are written to.
+        # A file's entries are in memory together with the rows that they are written to.
         self._range = max(1, memory // (self._files.dtype.itemsize + self._row.itemsize))
 
     def put(self, positions: Array, rows: Array) -> None:
@@ -195,14 +194,14 @@ class ScatteredRows:
 
 
 def write_array(file: BinaryIO, rows: Array) -> None:
-    """Append the values of ``rows`` to a file."""
-    # The error of tofile does not say that a disk is full.
+    """Append the values in ``rows`` to a file."""
+    # If a disk is full, the error from tofile does not say so.
     file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
 
 @final
 class Spill:
-    """A new file of rows that are not kept in memory."""
+    """A new file with rows that are not kept in memory."""
 
     def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +230,7 @@ def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> 
 
 
 def map_spill(folder: Path, name: str) -> Array:
-    """Return the memory-mapped (K,) values of a :func:`spill`. Raise FileNotFoundError if it is missing."""
+    """Map the (K,) values that :func:`spill` wrote. Raise FileNotFoundError if they are missing."""
     for path in folder.glob(f"{name}.*"):
         dtype = np.dtype(path.suffix[1:])
         # The file is opened for writing, so that compiled code needs no second variant for read-only arrays.
@@ -240,7 +239,7 @@ def map_spill(folder: Path, name: str) -> Array:
 
 
 class Ranks:
-    """The processes that share one job. This class is a job of one process.
+    """The processes that share one job. This class is a job with one process.
 
     All ranks must call every method in the same order. If one rank ends, the others raise PeerError.
     """
@@ -254,31 +253,31 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, array: Array) -> list[Array]:
-        """Return the (k, *row) arrays of all ranks. Only k may differ."""
+        """Return the (k, *row) arrays from all ranks. Only k may differ."""
         return [array]
 
     def union(self, marks: Array) -> Array:
-        """Return the element-wise OR of the (K,) bool ``marks`` of all ranks."""
+        """Combine the (K,) bool ``marks`` from all ranks by OR."""
         packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
         return np.unpackbits(packed, count=len(marks)).view(np.bool_)
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Return the JSON values of all ranks."""
+        """Return the JSON values from all ranks."""
         return [value]
 
 
 Chunks: TypeAlias = Callable[[int], Iterator[Array]]
-"""Function that yields all rows in order, in chunks of at most the given number of rows."""
+"""Function that yields all rows in order, in chunks with at most the given number of rows."""
 
 _SLOTS = 1 << 16
 _KEY_BYTES = 24
-"""Bytes per edge for the sort key, the position and the temporary arrays of NumPy."""
+"""Bytes per edge for the sort key, the position and NumPy's temporary arrays."""
 _HUB_SHARES = 5
-"""Number of budget shares that the edges of a hub may take. Nothing else is in memory then."""
+"""Budget shares that a hub's edges may take. Nothing else is in memory then."""
 
 
 class EdgeColumn(NamedTuple):
-    """A column of the edges."""
+    """An edge column."""
 
     info: ColumnInfo
     rows: Chunks
@@ -296,7 +295,7 @@ class EdgeStream:
 
     @property
     def record_dtype(self) -> np.dtype[np.void]:
-        """Dtype of an edge: its ends and its columns. Names of columns may clash, so fields are numbered."""
+        """An edge's dtype: its ends and its columns. Column names may clash, so fields are numbered."""
         fields: list[Any] = [
             ("destination", id_dtype(self.num_destinations)),
             ("source", id_dtype(self.num_sources)),
@@ -315,7 +314,7 @@ class SortedEdges:
     indices: Spill
     """(E,) sources, int32 if N_src fits, else int64."""
     columns: Sequence[Spill]
-    """Sorted :attr:`EdgeStream.columns`. The values of a row are stored one after the other."""
+    """Sorted :attr:`EdgeStream.columns`. A row's values are stored one after the other."""
 
 
 def argsort_edges(destinations: Array, sources: Array) -> Array:
@@ -338,17 +337,20 @@ def sort_edges(
     """Sort edges and their columns by (destination, source, position).
 
     The files ``indptr``, ``indices``, ``carried0``, ``carried1`` ... in ``folder`` are for :func:`map_spill`.
-    The destinations are cut into at most 65,536 slots. A bucket has the in-edges of as many consecutive slots
-    as fit in ``budget.bucket`` bytes, but of at least one slot.
+    The destinations are cut into at most 65,536 slots. A bucket has the edges into consecutive slots, at
+    least one, and as many as fit in ``budget.bucket`` bytes.
 
     Args:
+        edges: The edges and their columns.
+        folder: Where the files are written.
+        budget: Memory for sorting.
         order: Returns the sorted positions of one bucket's edges.
         advance: Called with 3 for each edge in total.
         ranks: Ranks that call the function with the same edges and budget. Each rank sorts some destinations
             and returns these. The files have all edges. By default, this process sorts all edges.
 
     Raises:
-        ConfigError: a slot takes more than five times ``budget.bucket`` bytes.
+        ConfigError: If a slot takes more than five times ``budget.bucket`` bytes.
     """
     ranks = ranks or Ranks()
     record = edges.record_dtype
@@ -359,7 +361,7 @@ def sort_edges(
     slot_sizes = _count_slots(edges, width, step, advance)
     _check_fits(slot_sizes, width, edge_bytes, budget)
 
-    # Each rank sorts about the same number of consecutive buckets, so there are at least as many as ranks.
+    # Each rank sorts about equally many consecutive buckets, so there are at least as many as ranks.
     total = int(slot_sizes.sum()) + width * len(slot_sizes)
     starts = _find_first_destinations(slot_sizes, width, min(step, _divide_up(total, ranks.count)))
     ends = [*starts[1:], edges.num_destinations]
@@ -379,7 +381,7 @@ def sort_edges(
             records["destination"] -= starts[bucket]
             degrees = np.bincount(records["destination"], minlength=ends[bucket] - starts[bucket])
 
-            # The edges of a bucket are still in the order of the stream.
+            # The edges in a bucket are still in the stream's order.
             positions = order(records["destination"], records["source"])
             result.indices.append(records["source"][positions])
             for i, carried in enumerate(result.columns):
@@ -399,7 +401,7 @@ def _divide_up(value: int, divisor: int) -> int:
 
 
 def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[int], None]) -> Array:
-    """Return the number of edges that end in each slot of ``width`` destinations."""
+    """Count the edges that end in each slot, which spans ``width`` destinations."""
     slot_sizes = np.zeros(max(_divide_up(edges.num_destinations, width), 1), np.int64)
     for destinations in edges.destinations(step):
         slot_sizes += np.bincount(destinations // width, minlength=len(slot_sizes))
@@ -408,7 +410,7 @@ def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[in
 
 
 def _find_first_destinations(slot_sizes: Array, width: int, max_size: int) -> list[int]:
-    """Return the first destination of each bucket.
+    """Return the first destination in each bucket.
 
     A bucket has at most ``max_size`` edges and destinations in total, unless it is a single slot.
     """
@@ -439,7 +441,7 @@ def _write_buckets(
     step: int,
     advance: Callable[[int], None],
 ) -> BucketFiles:
-    """Write the edges of the buckets in ``bucket_range`` to files. ``starts`` has the first destinations."""
+    """Write the edges for the buckets in ``bucket_range`` to files. ``starts`` has the first destinations."""
     buckets = BucketFiles(folder, edges.record_dtype)
     owns_all = len(bucket_range) == len(starts)
     column_chunks = [column.rows(step) for column in edges.columns]
@@ -465,8 +467,8 @@ def _write_buckets(
 class Workspace:
     """A folder on disk and a memory budget, to work on a graph larger than memory.
 
-    Arrays of all nodes are in memory. Arrays of edges are memory-mapped files in ``folder`` that are read in
-    order. They do not count as memory, because the kernel drops their pages when memory is short.
+    Arrays over all nodes are in memory. Arrays over edges are memory-mapped files in ``folder`` that are read
+    in order. They do not count as memory, because the kernel drops their pages when memory is short.
     """
 
     folder: Path
@@ -477,10 +479,10 @@ class Workspace:
     """Stages that this process made or compared with their checksums."""
 
     def stage(self, name: str, make: Callable[[Path], object], *, shared: bool = False) -> Path:
-        """Return the folder of a stage. If it does not exist, ``make`` fills it.
+        """Return a stage's folder. If it does not exist, ``make`` fills it.
 
         The stage is complete or absent. Rank 0 makes it, or all ranks together if it is ``shared``. If a
-        stage of an earlier process does not match its checksums, a message is printed and the stage is made
+        stage from an earlier process does not match its checksums, a message is printed and the stage is made
         again.
         """
         target = self.folder / name
@@ -546,11 +548,11 @@ def _compute_checksums(folder: Path) -> dict[str, object]:
 
 
 def _find_damage(stage: Path, sums: Path) -> str | None:
-    """Return what is damaged in a stage, or None if all its files match their checksums."""
+    """Say what is damaged in a stage, or return None if all its files match their checksums."""
     try:
         checksums = _compute_checksums(stage)
         expected = json.loads(read_small_file(sums))
-        # Files may have been added, such as the cache of a dataset.
+        # Files may have been added, such as a dataset's cache.
         differing = [name for name, file in expected.items() if checksums.get(name) != file]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         return f"its files cannot be checked ({error})"
@@ -577,7 +579,7 @@ def shared_folder(
             raise
         except FileNotFoundError:
             if not partial.exists():
-                ranks.gather_objects(None)  # This call raises the error of the rank that removed the folder.
+                ranks.gather_objects(None)  # This raises the error from the removing rank.
             raise
 
         if ranks.is_first:
@@ -594,7 +596,7 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield a folder for this rank's pieces of files. Rank 0 then joins the pieces in ``folder``, by rank.
 
     A file named indptr has the int64 ends of rows, counted within the rank's piece. On rank 0 it begins with
-    a 0. The ends of later pieces are shifted by the number of edges in the earlier pieces.
+    a 0. When the pieces are joined, ends are shifted by the number of edges in earlier pieces.
     """
     if ranks.is_first:
         yield folder
@@ -626,8 +628,8 @@ def concatenate_chunks(
 ) -> list[Array]:
     """Concatenate the (k,) arrays that each of ``makers`` yields, in memory or mapped from a stage.
 
-    Each maker must yield at least one array. ``name`` is the name of the stage. ``total`` is the number of
-    all values, for the progress.
+    Each maker must yield at least one array. ``name`` is the stage's name. ``total`` is how many values there
+    are in all, for the progress.
     """
     if workspace is None:
         return [np.concatenate(list(make())) for make in makers]
@@ -653,7 +655,7 @@ _SOURCE_STAGES = (
     *("arrays", "edges", "features", "generator"),
     *("ids-", "reverse edges", "self-loops", "synthetic"),
 )
-"""Prefixes of stages that are copies of the source, or quickly made from it."""
+"""Prefixes of stages that copy the source, or are quickly made from it."""
 _IN_MEMORY = Path("/dev/shm")  # A workspace there is refused.
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
@@ -662,13 +664,13 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 def open_workspace(
     folder: Path, settings: Mapping[str, object], limit: int, ranks: Ranks | None = None
 ) -> Iterator[Workspace]:
-    """Open the workspace of one job with ``limit`` bytes of memory per rank, and remove it at the end.
+    """Open a job's workspace with ``limit`` bytes of memory per rank, and remove it at the end.
 
     After an error or a kill, the finished stages are kept. A job with the same ``settings`` (JSON values)
     resumes and prints which stages it found. After a ConfigError or DatasetError, copies of the source alone
     are not kept, because the remedy changes the settings. All ``ranks`` must open the workspace. By default
     this process works alone. Raises ConfigError if ``folder`` is in memory, or ``limit`` is too small, and
-    StorageError if ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
+    StorageError if ``folder`` has foreign files or stages with other settings, is in use, or is not writable.
     """
     folder = folder.absolute()
     ranks = ranks or Ranks()
@@ -740,7 +742,7 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
 
 
 def _list_stages(folder: Path) -> list[str]:
-    """Return the sorted names of the finished stages. Stages of an inner job are in a folder NAME.work."""
+    """Return the sorted names of the finished stages. An inner job's stages are in a folder NAME.work."""
     stages = []
     for path in folder.iterdir():
         if path.suffix == ".work":
@@ -751,7 +753,7 @@ def _list_stages(folder: Path) -> list[str]:
 
 
 def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
-    """Write the settings of a new folder. Raise StorageError if a folder has other settings."""
+    """Write the settings to a new folder. Raise StorageError if a folder has other settings."""
     path = folder / _KEY
     expected = json.loads(json.dumps(settings))
     if not path.exists():

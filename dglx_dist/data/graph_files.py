@@ -34,11 +34,11 @@ _MAX_BYTES = 1 << 28
 
 @final
 class NetworkxSource(DatasetSource):
-    """A NetworkX file of at most 256 MiB: ``.graphml``, ``.gml`` or ``.json``, also with ``.gz``.
+    """A NetworkX file with at most 256 MiB: ``.graphml``, ``.gml`` or ``.json``, also with ``.gz``.
 
-    Edges of an undirected graph are stored in both directions. The second direction has no mask. Attributes
-    have the same meaning as columns of tables (``TablesSource``). Texts, and attributes that some nodes or
-    edges lack, are ignored. It has no options.
+    An undirected graph's edges are stored in both directions. The second direction has no mask. Attributes
+    have the same meaning as table columns (``TablesSource``). Texts, and attributes that some nodes or edges
+    lack, are ignored. It has no options.
     """
 
     memory_per_byte = 20
@@ -88,7 +88,7 @@ def _is_plain_number(text: str) -> bool:
 
 
 def _read_networkx(content: bytes, suffix: str) -> Any:
-    """Return the NetworkX graph of a file. Raise an error of NetworkX or ValueError if it is damaged."""
+    """Read a file's NetworkX graph. Raise an error from NetworkX or ValueError if it is damaged."""
     networkx = importlib.import_module("networkx")
     if suffix == ".json":
         value = json.loads(content)
@@ -122,7 +122,7 @@ def _read_networkx(content: bytes, suffix: str) -> Any:
 
 
 def _check_node_link(value: Any) -> None:
-    """Raise ValueError unless the JSON value has nodes and links in the format of NetworkX and D3."""
+    """Raise ValueError unless the JSON value has nodes and links in the format that NetworkX and D3 use."""
     keys: Mapping[str, Any] = value if isinstance(value, dict) else {}
     is_sound = True
     links = keys.get("links", keys.get("edges"))
@@ -148,7 +148,7 @@ def _clear_split(data: Mapping[str, Any]) -> dict[str, Any]:
     columns = {name: value for name, value in data.items() if name != "split"}
     for name in SPLITS:
         if name in columns:
-            columns[name] = type(columns[name])()  # The empty value of a type: False, 0, 0.0 or "".
+            columns[name] = type(columns[name])()  # Empty values by type: False, 0, 0.0 or "".
     return columns
 
 
@@ -175,9 +175,9 @@ def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str,
 # It also matches times and dates.
 _NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
 _ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?=[,}]))?")
-"""Pattern of a key in NetworkX's dictionaries, and of its value if that is a number."""
+"""Pattern for a key in NetworkX's dictionaries, and for its value if that is a number."""
 _TEXT = re.compile(r""": ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
-"""Pattern of a text value in such a dictionary. It may contain text that looks like an entry."""
+"""Pattern for a text value in such a dictionary. It may contain text that looks like an entry."""
 INTERACTION = ("user", "interacts", "item")
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
@@ -254,7 +254,7 @@ class EdgeListSource(DatasetSource):
         rows, lines, are_triples = _read_lines(self._path, is_triples)
         line = lines[0]
         _refuse_header(rows, where, line)
-        # Names of relations may be any text, but a -> b is an edge.
+        # Relation names may be any text, but a -> b is an edge.
         signs: tuple[str, ...] = (_SIGNS, _SIGNS)
         if all(are_triples) and 2 in rows:
             signs = (_SIGNS, _ARROW, _SIGNS)
@@ -284,7 +284,7 @@ class EdgeListSource(DatasetSource):
         return build_graph_from_tables(name, {}, {etype: (where, table)})
 
     def _find_split_files(self) -> dict[int, Path]:
-        """Return the files of a folder by split. Raise DatasetError if there are none, or two of a split."""
+        """Find a folder's files by split. Raise DatasetError if there are none, or a split has two."""
         files: dict[int, Path] = {}
         for path in sorted(self._path.glob("*.t[xs][tv]")):
             code = _CODE_OF_FILE.get(path.stem, -1)
@@ -323,7 +323,7 @@ def _refuse_column_names(rows: Any, where: str, line: str) -> None:
 
 
 def _refuse_header(rows: Any, where: str, line: str) -> None:
-    """Refuse a first line with the numbers of nodes and edges, as in METIS's and other formats."""
+    """Refuse a first line that counts nodes and edges, as in METIS's and other formats."""
     num_rows = len(rows) - 1
     if num_rows == 0 or rows.shape[1] < 2 or "f" in {dtype.kind for dtype in rows.dtypes[:2]}:
         return
@@ -351,7 +351,7 @@ def _refuse_header(rows: Any, where: str, line: str) -> None:
 
 
 _ARROW = r"^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$|\t"
-"""Pattern of an arrow instead of an id, or of a tab in an id."""
+"""Pattern for an arrow instead of an id, or for a tab in an id."""
 _SIGNS = rf"""{_ARROW}|^[-=]+>|^["'].|.["',;:]$|^<.+>$|^\([^)]*\)$|^\[[^\]]*\]$|""" + "|".join(
     rf"{begin}[^{end}]*$|^[^{begin}]*{end}" for begin, end in ((r"\(", r"\)"), (r"\[", r"\]"), (r"\{", r"\}"))
 )
@@ -371,7 +371,7 @@ def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
 
 
 def _explain_columns(rows: Any, where: str, line: str) -> None:
-    """Log how further columns of edges are read. Raise DatasetError if their meaning is ambiguous."""
+    """Log how further edge columns are read. Raise DatasetError if their meaning is ambiguous."""
     sources, destinations, values = rows[0], rows[1], rows[2]
     has_one_dtype = sources.dtype == destinations.dtype == values.dtype
     is_whole = rows.shape[1] == 3 and has_one_dtype and values.dtype.kind in "iuf"
@@ -394,7 +394,7 @@ def _explain_columns(rows: Any, where: str, line: str) -> None:
 
 
 def _build_from_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
-    """Return the interactions of texts with a user and all its items per line, as in LightGCN's data."""
+    """Build interactions from texts with a user and all its items per line, as in LightGCN's data."""
     rows: list[tuple[bytes, bytes, int]] = []
     for code, path in files.items():
         content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -423,7 +423,7 @@ def _build_from_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
 
 
 def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[str], list[bool]]:
-    """Return the pandas table of ``path``, its first two lines, and which of these look like triples.
+    """Read ``path`` as a pandas table. Return it, its first two lines, and which look like triples.
 
     ``is_triples`` is whether all lines are triples, or None to find it by the first two lines.
     """
@@ -471,7 +471,7 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
                 dtype=str if is_triples else None,
                 low_memory=False,
                 skipinitialspace=True,
-                # Quotes, and texts such as NA, are parts of ids.
+                # Quotes, and texts such as NA, belong to ids.
                 quoting=3,
                 keep_default_na=False,
                 na_values=[""],
@@ -503,7 +503,7 @@ def _read_begin(file: IO[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers in them."""
+    """Split ``networkx.write_edgelist`` lines into text without dictionaries, and the numbers in them."""
     lines = []
     rows = []
     for line in text.splitlines():
@@ -531,7 +531,7 @@ def _is_triple(words: Sequence[bytes]) -> bool:
 def _build_from_triples(
     files: Iterable[tuple[Path, Any, str]], splits: Sequence[int], name: str, where: str
 ) -> RawGraph:
-    """Return the graph of several files. ``files`` has path, table and first line of each."""
+    """Build the graph from several files. ``files`` has each file's path, table and first line."""
     import pandas as pd
 
     tables = []

@@ -1,4 +1,4 @@
-"""Strict reading of untrusted JSON. Every field is checked. Errors name the file, the key and the value."""
+"""Read untrusted JSON strictly. Every field is checked. Errors name the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LARGEST = sys.float_info.max
 
 
 class Within(NamedTuple):
-    """Bounds of a number or of the length of a text or list, for ``Annotated[TYPE, Within(low, high)]``."""
+    """Bounds for a number or for a text's or list's length, for ``Annotated[TYPE, Within(low, high)]``."""
 
     low: Any
     high: Any = math.inf
@@ -57,21 +57,21 @@ def _format_value(value: object) -> str:
 
 @final
 class Fields:
-    """The fields of one JSON object. Call :meth:`reject_unread` after all fields were read.
+    """The fields in one JSON object. Call :meth:`reject_unread` after all fields were read.
 
-    :meth:`record` reads the fields of a dataclass by its annotations. It supports bool, Enum, dataclasses,
-    ``X | None`` (None if missing or null), int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``. The
-    last five may be in ``Annotated`` with :class:`Within`.
+    :meth:`record` reads a dataclass's fields by its annotations. It supports bool, Enum, dataclasses, ``X |
+    None`` (None if missing or null), int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``. The last
+    five may be in ``Annotated`` with :class:`Within`.
 
     Args:
-        where: Name of the file or of its content, for messages.
-        key: Path of this object in the file. Empty for the top object.
+        where: Name for the file or its content, in messages.
+        key: This object's path in the file. Empty for the top object.
         error: Exception class, also for nested objects.
         hidden: Whether messages omit the values.
 
     Raises:
-        DglxError: ``value`` is not a mapping with text keys. Methods that read a field raise it if the field
-            is missing, has the wrong type or is out of bounds.
+        DglxError: If ``value`` is not a mapping with text keys. Methods that read a field raise it if the
+            field is missing, has the wrong type or is out of bounds.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Fields:
     def parse(
         cls, text: bytes | str, where: str, longest: float = math.inf, *, error: type[DglxError] = ConfigError
     ) -> Fields:
-        """Return the fields of the JSON object in ``text``. The arguments are those of :func:`read_json`."""
+        """Parse the JSON object in ``text``. For the arguments see :func:`read_json`."""
         return cls(read_json(text, longest, where, error=error), where, error=error)
 
     def reject_unknown(self, known: Collection[str]) -> Fields:
@@ -123,7 +123,7 @@ class Fields:
         return self._error(f"{self.where}: key {self._format_path(name)!r} {problem}, expected {expected}")
 
     def error(self, problem: object) -> DglxError:
-        """Return the error for a ``problem`` of this object."""
+        """Return an error that describes a ``problem`` with this object."""
         texts = (self.where, self._key, str(problem))
         return self._error(": ".join(text for text in texts if text))
 
@@ -173,7 +173,7 @@ class Fields:
         return value
 
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
-        """Return a text of ``least`` to ``most`` characters. With ``most``, they must be printable."""
+        """Read a text with ``least`` to ``most`` characters. With ``most``, they must be printable."""
         value = self._get(name)
         must_be_printable = most < math.inf
         is_valid = isinstance(value, str) and least <= len(value) <= most
@@ -190,7 +190,7 @@ class Fields:
         return self.text(name, 1)
 
     def choice(self, name: str, choices: Sequence[T]) -> T:
-        """Return the item of ``choices`` that has the field's value and type."""
+        """Return the item in ``choices`` that has the field's value and type."""
         value = self._get(name)
         for choice in choices:
             if value == choice and type(value) is type(choice):
@@ -200,7 +200,7 @@ class Fields:
         raise self.field_error(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
-        """Return the ``least`` to ``most`` items of a list as an object with fields ``[0]``, ``[1]``, ..."""
+        """Return a list's ``least`` to ``most`` items as an object with fields ``[0]``, ``[1]``, ..."""
         value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             raise self.field_error(name, f"a list{_format_range(least, most, 'of')}")
@@ -211,14 +211,17 @@ class Fields:
         return self._make_fields(name, self.raw_value(name))
 
     def nested_list(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
-        """Return the ``least`` to ``most`` objects of the list in the field."""
+        """Return the ``least`` to ``most`` objects in the field's list."""
         items = self.items(name, least, most)
         return [items.nested_fields(key) for key in items.mapping]
 
     def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
-        """Read a record of the dataclass ``kind``. If its ``repr`` omits a field, messages omit all values.
+        """Read this object as the dataclass ``kind``.
+
+        If a field is not in the dataclass's ``repr``, messages omit all values.
 
         Args:
+            kind: The dataclass.
             defaults: Whether fields with a default may be missing.
             readers: Functions that read a field by its name, for fields without a supported annotation.
         """
@@ -286,7 +289,7 @@ class Fields:
 
 
 def _format_range(low: float, high: float, between: str) -> str:
-    """Return a phrase for the bounds of a value, or an empty text without bounds.
+    """Describe a value's bounds, or return an empty text without bounds.
 
     ``between`` is "from" for numbers, or "of" for sizes, which are at least 0.
     """
@@ -313,10 +316,10 @@ def _get_hints(record_type: Any) -> dict[str, Any]:
 def read_record(
     kind: Callable[..., T], value: object, where: str, *, hidden: bool = False, defaults: bool = False
 ) -> T:
-    """Read ``value`` as a record of the dataclass ``kind``, and refuse fields that ``kind`` does not have.
+    """Read ``value`` as the dataclass ``kind``, and refuse fields that ``kind`` does not have.
 
-    ``where`` names the value in messages. ``hidden`` leaves the value out of them. With ``defaults``, fields
-    with a default may be missing.
+    ``where`` names the value in messages. ``hidden`` leaves the value out. With ``defaults``, fields with a
+    default may be missing.
     """
     fields = Fields(value, where, hidden=hidden)
     record = fields.record(kind, defaults=defaults)
@@ -352,7 +355,7 @@ def _reject_constant(name: str) -> float:
 
 
 def printable(text: str, longest: int) -> str:
-    """Return at most ``longest`` characters of ``text``. Control characters except newline are replaced."""
+    """Shorten ``text`` to ``longest`` characters, and replace control characters except newline."""
     characters = []
     for character in text[:longest]:
         is_shown = character.isprintable() or character == "\n"

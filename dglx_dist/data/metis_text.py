@@ -1,4 +1,4 @@
-"""Graphs in METIS's text format. The first line has sizes, and each node has a line of neighbours."""
+"""Read graphs in METIS's text format. The first line has sizes, and each node has a line with neighbours."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ from dglx_dist.records import Array
 _LOG = logging.getLogger(__name__)
 
 EDGE_VALUES = "values of edges"
-"""Name of the array that becomes the edge column ``weight``, even if there are as many nodes as edges."""
+"""Array that becomes the edge column ``weight``, even if there are as many nodes as edges."""
 
 
 def read_metis(path: Path) -> dict[str, Array]:
@@ -27,7 +27,7 @@ def read_metis(path: Path) -> dict[str, Array]:
         Nodes are counted from 0, and each edge is listed in both directions.
 
     Raises:
-        DatasetError: The lines of the file do not match its first line.
+        DatasetError: If the lines do not match the first line.
     """
     sizes, lines = _read_lines(path)
     weight_begin = sizes.neighbors_begin - sizes.num_weights
@@ -39,7 +39,7 @@ def read_metis(path: Path) -> dict[str, Array]:
     indices = np.arange(len(values)) - np.repeat(line_starts, counts)
     nodes = np.repeat(np.arange(len(counts)), counts)
 
-    # A neighbour is followed by the weight of its edge, if edges have weights.
+    # If edges have weights, each neighbour is followed by its edge's weight.
     is_after_weights = indices >= sizes.neighbors_begin
     is_neighbor = is_after_weights & ((indices - sizes.neighbors_begin) % sizes.fields_per_edge == 0)
     src = nodes[is_neighbor]
@@ -63,9 +63,9 @@ def read_metis(path: Path) -> dict[str, Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """The first line of a file: ``nodes edges [format [weights]]``.
+    """A file's first line: ``nodes edges [format [weights]]``.
 
-    The digits of the format tell whether lines have a node size, weights of nodes, and weights of edges.
+    The format's digits tell whether lines have a node size, node weights, and edge weights.
     """
 
     num_nodes: int
@@ -73,16 +73,16 @@ class _Sizes:
     format: str
     """Three digits, or more if the file is wrong."""
     num_weights: int
-    """Number of weights of a node."""
+    """Weights per node."""
 
     @property
     def num_lines(self) -> int:
-        """Number of lines of nodes that are read."""
+        """Node lines that are read."""
         return max(self.num_nodes, 0)
 
     @property
     def neighbors_begin(self) -> int:
-        """Index of the first neighbour in a line, behind the size and the weights of the node."""
+        """Index of the first neighbour in a line, behind the node's size and weights."""
         has_size = self.format[-3] == "1"
         return has_size + self.num_weights
 
@@ -93,7 +93,7 @@ class _Sizes:
 
 
 _Line: TypeAlias = tuple[int, list[bytes]]
-"""Number of a line in the file, counted from 1, and its fields."""
+"""Line number in the file, counted from 1, and the line's fields."""
 
 
 def _read_lines(path: Path) -> tuple[_Sizes, list[_Line]]:
@@ -128,8 +128,12 @@ def _read_lines(path: Path) -> tuple[_Sizes, list[_Line]]:
 def _find_problem(sizes: _Sizes, lines: Sequence[_Line], counts: Array, src: Array, dst: Array) -> str | None:
     """Describe the first contradiction between the first line and the others, or return None.
 
-    ``counts`` are the (n,) numbers of fields of the lines of nodes. ``src`` and ``dst`` are the (E,) ends of
-    all edges.
+    Args:
+        sizes: The first line.
+        lines: The other lines.
+        counts: (n,) number of fields in each node line.
+        src: (E,) source by edge.
+        dst: (E,) destination by edge.
     """
     surplus_lines = lines[sizes.num_lines :]
     if len(counts) != sizes.num_nodes or any(fields for _, fields in surplus_lines):
@@ -158,7 +162,7 @@ def _find_problem(sizes: _Sizes, lines: Sequence[_Line], counts: Array, src: Arr
 
 
 def _parse_numbers(lines: Sequence[_Line], path: Path) -> Array:
-    """Return the numbers of all lines.
+    """Parse the numbers on all lines.
 
     Raises DatasetError for the first field that is not a whole number.
     """

@@ -1,4 +1,4 @@
-"""Synthetic graphs of a degree-corrected stochastic block model, with features, labels and splits."""
+"""Generate graphs from a degree-corrected stochastic block model, with features, labels and splits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def draw_edges(
 def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
     num_nodes = config.nodes
     weights = _draw_weights(config, generator, _STUBS_PER_NODE)
-    # Weights are rounded up with the probability of their fraction, which keeps the expectation.
+    # Weights are rounded up with a probability equal to their fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
     order = np.argsort(communities, kind="stable").astype(id_dtype(num_nodes))
     num_stubs = np.bincount(communities, copies, config.num_communities).astype(np.int64)
@@ -101,9 +101,9 @@ def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.rando
 
 
 def _draw_weights(config: SyntheticConfig, generator: np.random.Generator, mean: float) -> Array:
-    # This is the inverse of the power law's distribution function. The smallest weight is 1.
+    # This inverts the power law's distribution function. The smallest weight is 1.
     weights = (1.0 - generator.random(config.nodes)) ** (-1.0 / (config.exponent - 1.0))
-    # A hub has at most about half a community of distinct neighbours.
+    # A hub has at most about half a community as distinct neighbours.
     size = config.nodes / config.num_communities
     np.minimum(weights, max(2.0, weights.mean() * size / (2 * config.degree)), out=weights)
     weights *= mean / weights.mean()
@@ -118,7 +118,7 @@ def _draw_keys(
     num_links: int,
     generator: np.random.Generator,
 ) -> Array:
-    """Return unsorted keys ``lower id x N + higher id`` of at most ``num_links`` links without self-loops."""
+    """Draw at most ``num_links`` links without self-loops, as unsorted keys ``lower id x N + higher id``."""
     keys = np.empty(num_links, dtype=np.int64)
     num_written = 0
     for first in range(0, num_links, _PAIRS_AT_ONCE):
@@ -142,8 +142,8 @@ def _draw_neighbours(
 ) -> Array:
     """Draw one neighbour for each node, with a probability in proportion to the neighbour's weight.
 
-    ``communities`` are those of the nodes. A community is a block of a class. With probability
-    ``homophily * locality`` a neighbour is in the same community, and with ``homophily`` in the same class.
+    ``communities`` are by node. A community is a block within a class. With probability ``homophily *
+    locality`` a neighbour is in the same community, and with ``homophily`` in the same class.
     """
     count = len(communities)
     num_classes = config.classes
@@ -302,7 +302,7 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
 
 
 def generate(config: SyntheticConfig) -> RawGraph:
-    """Generate the graph of ``config``. The result is deterministic. Not collective.
+    """Generate the graph that ``config`` describes. The result is deterministic. Not collective.
 
     Every node has an in-edge, see :func:`draw_edges`. The columns are feat, (N, F) float32, label, (N,)
     int64, and the splits with a rate above zero. Memory stays below three times the result.
@@ -330,28 +330,30 @@ def generate(config: SyntheticConfig) -> RawGraph:
 
 
 def assign_communities(config: SyntheticConfig) -> Array:
-    """Return the (N,) int32 communities. The class of a node is its community modulo ``classes``."""
+    """Return the (N,) int32 communities. A node's class is its community modulo ``classes``."""
     communities = np.arange(config.nodes, dtype=np.int32) % config.num_communities
     return _make_generator(config, stage=0).permutation(communities)
 
 
 _ROWS_AT_ONCE = 1 << 20
 _ROUNDS = 4
-"""Rounds of the permutation's Feistel network."""
+"""Rounds in the permutation's Feistel network."""
 
 
 def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str = "float32") -> Manifest:
-    """Write a graph like that of :func:`generate` as a dataset of one part, without its edges in memory.
+    """Write a graph like :func:`generate` does, as a dataset with one part, without its edges in memory.
 
     It takes about 80 bytes of memory per node, and 4 bytes of temporary file per edge. The mean degree is
     slightly below ``config.degree``, because repeated links are dropped, and a few nodes may have no link.
     Not collective.
 
     Args:
+        config: What to generate.
+        folder: Where to write.
         feature_dtype: float16, float32 or float64.
 
     Raises:
-        StorageError: ``folder`` is not empty.
+        StorageError: If ``folder`` is not empty.
     """
     folder = Path(folder).absolute()
     check_target(folder, None)
@@ -409,7 +411,7 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
 
 
 class _HalfLinks(NamedTuple):
-    """Half-links of nodes on three levels: within a community, within a class, and in the whole graph.
+    """The nodes' half-links on three levels: within a community, within a class, and in the whole graph.
 
     A keyed permutation per community, class or graph joins half-links in pairs. So either end of a link can
     compute the other end without a table.
@@ -418,17 +420,17 @@ class _HalfLinks(NamedTuple):
     order: Array
     """(N,) nodes ordered by class and community."""
     position: Array
-    """(N,) position of each node in ``order``."""
+    """(N,) position in ``order`` by node."""
     community: Array
-    """(N,) community of each node, numbered by class."""
+    """(N,) community by node, numbered by class."""
     starts: Array
-    """(communities + 1,) int64 position of the first node of each community."""
+    """(communities + 1,) int64 position where each community starts."""
     ends: Array
-    """(3, N + 1) int64. On level l, node i of ``order`` has the half-links ``ends[l, i]:ends[l, i + 1]``."""
+    """(3, N + 1) int64. On level l, node i in ``order`` has the half-links ``ends[l, i]:ends[l, i + 1]``."""
     spans: Array
-    """(3,) int64 number of communities that a permutation of the level spans."""
+    """(3,) int64: how many communities a permutation spans on each level."""
     keys: Array
-    """(3,) uint64 keys of the levels."""
+    """(3,) uint64 key by level."""
 
 
 def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
@@ -442,7 +444,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
     position[order] = np.arange(config.nodes, dtype=order.dtype)
     starts = np.searchsorted(community[order], np.arange(count + 1))
 
-    # Links of the last level may also reach the own class.
+    # Links on the last level may also reach the own class.
     far_share = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
     near_share = min(config.homophily * config.locality, 1 - far_share)
     spans = np.array([1, blocks, count])
@@ -455,7 +457,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
             np.maximum(counts, 1, out=counts)
         np.cumsum(counts, out=counts)
 
-        # Half-links are joined in pairs, so the last node of an odd number gets one more.
+        # Half-links are joined in pairs, so if their number is odd, the last node gets one more.
         last = starts[:: spans[level]][1:]
         is_odd = np.diff(ends[level, last], prepend=0) & 1
         extra = np.zeros(config.nodes + 1, np.int8)
@@ -469,7 +471,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
 
 
 def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -> Array:
-    """Append the sources of all edges by (destination, source), and return the (N + 1,) row pointers."""
+    """Append all edges' sources by (destination, source), and return the (N + 1,) row pointers."""
     links = _make_half_links(config, communities)
     indptr = np.zeros(config.nodes + 1, np.int64)
     step = max(1, int(_ROWS_AT_ONCE / config.degree))
@@ -488,7 +490,7 @@ def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -
 
 @njit(cache=True, nogil=True)
 def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> int:
-    """Write the ascending distinct sources of ``node`` and the following nodes, and count them."""
+    """Write the ascending distinct sources for ``node`` and the following nodes, and count them."""
     order, position, community, starts, ends, spans, keys = links
     total = 0
     for i in range(len(counts)):
@@ -520,9 +522,9 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
 
 @njit(cache=True, nogil=True)
 def _permute(index: int, size: int, key: np.uint64, inverse: bool) -> int:
-    """Return the position of ``index`` in a keyed permutation of [0, size), or with ``inverse`` the reverse.
+    """Return where a keyed permutation of [0, size) puts ``index``, or with ``inverse`` the reverse.
 
-    The permutation is a Feistel network over the rows and columns of a square (Black and Rogaway 2002). It is
+    The permutation is a Feistel network over a square's rows and columns (Black and Rogaway 2002). It is
     repeated until the result is below ``size``.
     """
     width = int(math.sqrt(size)) + 1
@@ -546,7 +548,7 @@ def _permute(index: int, size: int, key: np.uint64, inverse: bool) -> int:
 
 
 _NODE_BYTES = 80
-"""Bytes of memory per node while a graph is streamed."""
+"""Memory bytes per node while a graph is streamed."""
 
 
 @final
@@ -577,7 +579,7 @@ class SyntheticSource(DatasetSource):
 
 
 def _make_generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
-    # Each stage has its own random stream. So the number of features does not change the edges.
+    # Each stage has its own random stream. So the edges do not depend on the feature count.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([config.seed, stage])))
 
 

@@ -1,4 +1,4 @@
-"""Graphs in CSV or Parquet tables of nodes and edges with the user's own ids."""
+"""Read graphs in CSV or Parquet tables with nodes and edges, with the user's own ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BAD_SUFFIXES = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather
 
 
 def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
-    """Return the (N, columns) float32 values of several columns with one number per row."""
+    """Stack several columns with one number per row into (N, columns) float32 values."""
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
         table_column = column(table, name, where)
@@ -53,7 +53,7 @@ _CONVENTION = (
 
 
 def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
-    """Return the tables of node types and of edge types. Node types without a table are not returned."""
+    """Find the tables for node types and for edge types. Node types without a table are not returned."""
     if not folder.is_dir():
         raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
     if (folder / "manifest.json").is_file():
@@ -103,7 +103,7 @@ _END_COLUMNS = (
     *(("src", "dst"), ("source", "destination"), ("source", "target"), ("srcid", "dstid")),
     *(("sourceid", "destinationid"), ("sourceid", "targetid"), ("startid", "endid")),
 )
-"""Pairs of plain names of the two ends, see :func:`_simplify_name`."""
+"""Plain names for the two ends, in pairs; see :func:`_simplify_name`."""
 SPLIT, _ID = "split", "id"
 _ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex", "vertexid"}
 
@@ -120,18 +120,18 @@ def _simplify_name(name: str) -> str:
 
 
 def _list_names_of_type(ntype: str) -> tuple[str, str]:
-    """Return the simplified names of columns with ids of ``ntype``: userid and user for the type users."""
+    """Return simplified names for columns with ``ntype`` ids: userid and user for the type users."""
     owner = _simplify_name(ntype).removesuffix("s")
     return f"{owner}id", owner
 
 
 def is_node_id(name: str, ntype: str) -> bool:
-    """Return whether the name of a column in a node table suggests ids."""
+    """Return whether a column's name in a node table suggests ids."""
     return _simplify_name(name) in {*_ID_NAMES, *_list_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
 
 
 def _read(path: Path, id_names: Collection[str] = ()) -> Any:
-    """Read a table. Columns of ids are ``id_names``, ends of edges, and usual names of ids."""
+    """Read a table. Id columns are ``id_names``, edge ends, and usual names for ids."""
     id_keys = {*id_names, *chain.from_iterable(_END_COLUMNS)}
     types = path.stem.split("__")
 
@@ -212,7 +212,7 @@ def _list_column_names(tables: Mapping[Any, tuple[str, Any]]) -> list[str]:
 
 
 def _choose_names(listed: str, columns: Sequence[str], where: str, option: str) -> list[str]:
-    """Return the comma-separated names of an option. Only the last one may be empty.
+    """Split an option into its comma-separated names. Only the last one may be empty.
 
     Raises DatasetError if a name is not among ``columns``.
     """
@@ -233,17 +233,19 @@ def build_graph_from_tables(
     ignored: Collection[str] = (),
     id_names: Sequence[str] | None = None,
 ) -> RawGraph:
-    """Build the graph from pyarrow tables with the columns of :class:`TablesSource`.
+    """Build the graph from pyarrow tables with the columns that :class:`TablesSource` describes.
 
-    Each table comes with the name of its file, for messages. The nodes of a type without a table are the ends
-    of edges.
+    Each table comes with its file name, for messages. If a type has no table, its nodes are the edge ends.
 
     Args:
+        name: The graph's name.
+        nodes: By node type, the file name and the table.
+        edges: By edge type, the file name and the table.
         ignored: Columns to leave out.
-        id_names: Columns with the ids of nodes. By default they are recognised by their names.
+        id_names: Columns with node ids. By default they are recognised by their names.
 
     Raises:
-        DatasetError: a value is wrong. The message names file, column and row.
+        DatasetError: If a value is wrong. The message names file, column and row.
     """
     ends = {etype: _read_ends(table, where, etype) for etype, (where, table) in edges.items()}
     ids: dict[str, Any] = {}
@@ -267,7 +269,7 @@ def build_graph_from_tables(
                 class_names[ntype] = _read_class_names(labels).to_pylist()
                 warn_of_unknown(class_names[ntype], where, LABEL)
 
-    # The order of a set of strings changes from run to run, but ids must not.
+    # The order in a set of strings changes from run to run, but ids must not.
     end_types = {ntype for etype in ends for ntype in (etype[0], etype[2])}
     for ntype in sorted(end_types - ids.keys()):
         ids[ntype] = _collect_ids_in_edges(ntype, _collect_ends_at(ntype, ends))
@@ -301,7 +303,7 @@ def build_graph_from_tables(
 def _find_id_column(
     table: Any, ntype: str, where: str, ignored: Collection[str], id_names: Sequence[str] | None
 ) -> str | None:
-    """Return the column with the ids: one of ``id_names``, or else one with a usual name.
+    """Return the column with the ids: one in ``id_names``, or else one with a usual name.
 
     Return None if the nodes are numbered by row. Raise DatasetError if several columns could have the ids.
     """
@@ -367,7 +369,7 @@ def _read_node_ids(table: Any, name: str, where: str) -> Any:
 
 
 def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
-    """Return the columns with the ids of sources and destinations. Raise DatasetError if there are none."""
+    """Return the columns with source and destination ids. Raise DatasetError if there are none."""
     columns = {_simplify_name(name): name for name in table.column_names}
     columns |= {name: name for name in table.column_names}
     keys = list(_END_COLUMNS)
@@ -397,7 +399,7 @@ def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, Ta
 def _collect_ends_at(
     node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]
 ) -> list[TableColumn]:
-    """Return the columns of edge tables that have ids of ``node_type``."""
+    """Return the columns in edge tables that have ``node_type`` ids."""
     columns = []
     for (source_type, _, destination_type), (source, destination) in ends.items():
         if source_type == node_type:
@@ -408,7 +410,7 @@ def _collect_ends_at(
 
 
 def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
-    """Return the sorted distinct ids of a node type without a table."""
+    """Return the sorted distinct ids for a node type without a table."""
     distinct = [pc.unique(end.values) for end in ends if len(end.values)]
     if not distinct:
         distinct = [ends[0].values]
@@ -421,13 +423,13 @@ def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
 
 
 def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
-    """Return the (E,) int32 or int64 positions in ``ids`` of the values of ``end``.
+    """Find where the values in ``end`` are in ``ids``. Return (E,) int32 or int64 positions.
 
-    ``table`` names the table of ids for messages, or is None if there is no table of nodes.
+    ``table`` names the table with the ids for messages, or is None if there is no node table.
     """
     origin = f"among the ids of {table}" if table is not None else "a node"
     values = end.values
-    # If ids are texts, all values in a small table of edges may still look like numbers.
+    # If ids are texts, all values in a small edge table may still look like numbers.
     if pa.types.is_large_string(ids.type) or len(values) == 0:
         values = end.texts()
     if len(values) == 0:
@@ -450,7 +452,7 @@ def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
 
 
 def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, NodeColumn]:
-    """Return the columns of a table that are not ``excluded``, as arrays of numbers.
+    """Convert a table's columns that are not ``excluded`` to number arrays.
 
     Raise DatasetError if a column has texts and is neither a label nor a split.
     """
@@ -481,7 +483,7 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
 
 
 def _find_numbered_columns(names: Sequence[str], stem: str, where: str) -> list[str]:
-    """Return the names such as ``feat_0``, in the order of their numbers."""
+    """Return the names such as ``feat_0``, ordered by their numbers."""
     numbers = {}
     for name in names:
         match = re.fullmatch(rf"{stem}_?(\d+)", name)
@@ -497,7 +499,7 @@ def _find_numbered_columns(names: Sequence[str], stem: str, where: str) -> list[
 
 
 def _make_text_error(table_column: TableColumn, name: str, has_id: bool, is_node_table: bool) -> DatasetError:
-    """Return the error of a column of texts. Its remedy depends on the table and its columns."""
+    """Explain why a column with texts is refused. The remedy depends on the table and its columns."""
     if name == FEATURE:
         example = table_column.values[0].as_py()
         return table_column.error(
@@ -517,7 +519,7 @@ def _make_text_error(table_column: TableColumn, name: str, has_id: bool, is_node
 
 
 def _read_labels(labels: TableColumn) -> Array:
-    """Return the classes or targets of a column, with -1 or NaN for rows without a label."""
+    """Read a column's classes or targets, with -1 or NaN for rows without a label."""
     if not labels.is_text:
         if pa.types.is_floating(labels.values.type):
             return as_numpy(labels.values)  # A missing label is NaN.
@@ -527,7 +529,7 @@ def _read_labels(labels: TableColumn) -> Array:
 
     names = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
     is_odd = pc.invert(pc.match_substring_regex(names, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
-    num_odd = pc.sum(is_odd).as_py() or 0  # The sum of no values is None.
+    num_odd = pc.sum(is_odd).as_py() or 0  # Without values, the sum is None.
     if 0 < num_odd < len(names.drop_null()) / 2:
         row = find_first_true(pc.fill_null(is_odd, False))
         message = f"{names[row]!s:.40} is no number, but most labels are; all are read as class names"

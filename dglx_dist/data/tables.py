@@ -1,4 +1,4 @@
-"""Columns of tables in CSV and Parquet files, which are read at once or in pieces."""
+"""Read table columns from CSV and Parquet files, at once or in pieces."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _MAX_BLOCK = 1 << 20
 _PROBED_ROWS = 1 << 8
 _LINES = 1 << 12
 LINE_COLUMN = "id"
-"""Name of the only column of files with one text per line."""
+"""Name for the only column in files with one text per line."""
 _TEXTS = "BYTE_ARRAY"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-"""Bytes of one value in memory, by Parquet type."""
+"""Bytes per value in memory, by Parquet type."""
 
 
 @dataclass(frozen=True)
 class TableColumn:
-    """Rows of one column of a table. Errors name file, column and row."""
+    """Rows in one table column. Errors name file, column and row."""
 
     values: Any
-    """pyarrow array of :func:`plain` values in one chunk."""
+    """pyarrow array with :func:`plain` values in one chunk."""
     name: str
     where: str
-    """Name of the file."""
+    """The file's name."""
     first_row: int = 0
-    """Row number of the first value in the file."""
+    """The first value's row number in the file."""
 
     def error(self, problem: str, at: int | None = None) -> DatasetError:
-        """Return an error for a ``problem`` of the column, or of its value number ``at``."""
+        """Return an error about a ``problem`` in the column, or in its value number ``at``."""
         return column_error(self.where, self.name, problem, None if at is None else self.first_row + at)
 
     @property
@@ -86,11 +86,11 @@ class TableColumn:
             raise self.error(f"must hold integer or string ids; it holds {self.values.type}")
 
     def as_int64(self) -> Any:
-        """Return integers as a pyarrow array of int64."""
+        """Return integers as a pyarrow int64 array."""
         return self._cast_values(pa.int64(), "has a number beyond 64 signed bits; write texts")
 
     def texts(self) -> Any:
-        """Return the values as a pyarrow array of large_string."""
+        """Return the values as a pyarrow large_string array."""
         return self._cast_values(pa.large_string(), f"holds {self.values.type}; write texts or numbers")
 
     def _cast_values(self, dtype: Any, problem: str) -> Any:
@@ -102,9 +102,11 @@ class TableColumn:
     def numbers(self) -> Array:
         """Return (K,) numbers or booleans, or (K, F) if rows are lists.
 
-        Dates become int64 seconds since 1970 in UTC, and missing dates the smallest int64. Raises
-        DatasetError if numbers are missing, NaN or infinite, dates have fractions of a second, values are
-        neither numbers nor dates, or lists differ in length.
+        Dates become int64 seconds since 1970 in UTC, and missing dates the smallest int64.
+
+        Raises:
+            DatasetError: If numbers are missing, NaN or infinite, dates have fractions of a second, values
+                are neither numbers nor dates, or lists differ in length.
         """
         if pa.types.is_date(self.values.type) or pa.types.is_timestamp(self.values.type):
             problem = "has a date with fractions of a second; round it, or write seconds as numbers"
@@ -138,7 +140,7 @@ class TableColumn:
         return array
 
     def list_width(self, lists: Any) -> int:
-        """Return the length of all ``lists``. Raise DatasetError if they differ in length."""
+        """Return the length that all ``lists`` have. Raise DatasetError if they differ in length."""
         lengths = as_numpy(pc.list_value_length(lists))
         row = find_first_true(lengths != lengths[:1])
         if row:
@@ -164,7 +166,7 @@ def find_first_true(mask: Any) -> int:
 def open_table(path: Path, kind: str, max_row_bytes: int = 1 << 20) -> Iterator[Any]:
     """Open a table as an Arrow file. Messages name ``max_row_bytes``, the maximum size of a row.
 
-    Raises DatasetError if the file, or the content that the block reads, is not a table of this kind.
+    Raises DatasetError if the file, or the content that the block reads, is not a table in this format.
     """
     try:
         # Arrow itself refuses paths that are not UTF-8.
@@ -180,7 +182,7 @@ def open_table(path: Path, kind: str, max_row_bytes: int = 1 << 20) -> Iterator[
 def read_table(path: Path, is_id: Callable[[str], bool] = lambda _name: False) -> Any:
     """Read a ``.csv`` with a header line or a ``.parquet`` as a pyarrow.Table.
 
-    ``is_id`` recognises columns of ids by their names. Integers in such a CSV column are read as texts if one
+    ``is_id`` recognises id columns by their names. Integers in such a CSV column are read as texts if one
     begins with 0.
     """
     with open_table(path, path.suffix[1:]) as file:
@@ -231,7 +233,7 @@ def column(table: Any, name: str, where: str) -> TableColumn:
 
 
 def check_column_names(columns: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raise DatasetError unless each of ``names`` occurs once in ``columns``."""
+    """Raise DatasetError unless each name in ``names`` occurs once in ``columns``."""
     if len(columns) == 1 and ";" in columns[0]:
         remedy = "save it with commas, or name the separator in a description for dglx ingest"
         raise DatasetError(f"{where}: the columns are separated by ';' ({columns[0]}); {remedy}")
@@ -254,7 +256,7 @@ def plain(values: Any) -> Any:
 
 
 def id_column(table: Any, name: str, where: str) -> TableColumn:
-    """Return the column ``name`` of ids as int64 or large_string without gaps."""
+    """Return the id column ``name`` as int64 or large_string without gaps."""
     ids = column(table, name, where)
     if pa.types.is_floating(ids.values.type) and not ids.values.null_count:
         numbers = as_numpy(ids.values)
@@ -269,7 +271,7 @@ def id_column(table: Any, name: str, where: str) -> TableColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSet:
-    """The files of one table, in row order."""
+    """One table's files, in row order."""
 
     paths: tuple[Path, ...]
     format: str
@@ -279,17 +281,17 @@ class FileSet:
 
 @dataclass(frozen=True, kw_only=True)
 class TablePiece:
-    """Some rows of one file."""
+    """Some rows in one file."""
 
     row: int
-    """Number of the first row in the table."""
+    """The first row's number in the table."""
     columns: dict[str, TableColumn]
-    """Columns by name. All columns of a CSV file are unparsed texts."""
+    """Columns by name. In a CSV file, all columns are unparsed texts."""
     num_rows: int
 
 
 class PiecewiseTable:
-    """The files of one node or edge type, read about ``batch_bytes`` at a time. Call :meth:`check` first."""
+    """One node or edge type's files, read about ``batch_bytes`` at a time. Call :meth:`check` first."""
 
     def __init__(self, files: FileSet, batch_bytes: int) -> None:
         self.files = files
@@ -298,11 +300,11 @@ class PiecewiseTable:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows. It is valid after :meth:`count` or all :meth:`pieces`."""
+        """Rows in the table. It is valid after :meth:`count` or all :meth:`pieces`."""
         return self._ends[-1] if self._ends else 0
 
     def pieces(self, names: Sequence[str]) -> Iterator[TablePiece]:
-        """Yield the columns ``names`` of all rows in order. Without names, pieces only have a row count."""
+        """Yield the columns ``names`` for all rows in order. Without names, pieces only have a row count."""
         row = 0
         ends = []
         unique_names = list(dict.fromkeys(names))
@@ -322,14 +324,14 @@ class PiecewiseTable:
         self._ends = ends
 
     def count(self) -> int:
-        """Return the number of rows. CSV files are read in full."""
+        """Count the rows. CSV files are read in full."""
         if self.files.format == "csv":
             return sum(piece.num_rows for piece in self.pieces([]))
         self._ends = list(accumulate(_read_metadata(path).num_rows for path in self.files.paths))
         return self.num_rows
 
     def locate(self, row: int) -> tuple[Path, int]:
-        """Return the file of a row and the row number in it. The result is valid when :attr:`num_rows` is."""
+        """Return a row's file and its number in it. The result is valid when :attr:`num_rows` is."""
         file_index = bisect_right(self._ends, row)
         first_row = self._ends[file_index - 1] if file_index > 0 else 0
         return self.files.paths[file_index], row - first_row
@@ -361,7 +363,7 @@ class PiecewiseTable:
         return self._read_parquet(path, names)
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
-        # Any column tells the number of rows.
+        # Any column tells how many rows there are.
         names = names or _read_schema(path).names[:1]
         with (
             open_table(path, "parquet") as source,
@@ -397,7 +399,7 @@ class PiecewiseTable:
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    """Yield the ids of a text with one id per line, in batches. Empty lines are skipped."""
+    """Yield the ids from a text with one id per line, in batches. Empty lines are skipped."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             texts = (text.strip() for text in file if text.strip())
@@ -411,7 +413,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
 
 
 def _parse_first_id(text: str, path: Path, row: int) -> str:
-    """Return the id of a line, which is a plain text or a text of JSON."""
+    """Return a line's id, which is plain text or a JSON text."""
     if text[0] not in '"[{':
         return text
     try:
@@ -425,17 +427,17 @@ def _parse_first_id(text: str, path: Path, row: int) -> str:
 
 
 def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> int:
-    """Return the approximate bytes in memory of a row of a row group.
+    """Estimate how many bytes in memory a row takes in a row group.
 
-    The file stores repeated values once, so the size in memory is computed from the number of values. For
-    texts with a dictionary, a few rows are read as a sample.
+    The file stores repeated values once, so the size in memory is computed from the value count. For texts
+    with a dictionary, a few rows are read as a sample.
     """
     group = file.metadata.row_group(group_index)
     total = 0
     texts = []
     for i in range(group.num_columns):
         column = group.column(i)
-        # Fields of a nested column have a path such as column.list.element.
+        # Fields in a nested column have a path such as column.list.element.
         path = f"{column.path_in_schema}."
         if not any(path.startswith(f"{name}.") for name in names):
             continue
@@ -514,7 +516,7 @@ def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
 
 
 def _find_first_non_number(texts: Any) -> int:
-    """Return the position of the first text that Arrow does not read as a number."""
+    """Return where the first text is that Arrow does not read as a number."""
     for row, text in enumerate(texts.to_pylist()):
         try:
             pa.scalar(text).cast(pa.float64())

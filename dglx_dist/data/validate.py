@@ -1,4 +1,4 @@
-"""Validation of raw graphs and assignments. Errors name the column and the first wrong row."""
+"""Validate raw graphs and assignments. Errors name the column and the first wrong row."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -17,11 +17,12 @@ MAX_CLASSES = 1 << 24
 
 
 def check_raw_graph(graph: RawGraph, where: str) -> None:
-    """Check that ids, columns, labels and splits of ``graph`` are consistent. ``where`` starts messages.
+    """Check that ids, columns, labels and splits in ``graph`` are consistent. ``where`` starts messages.
 
-    Raises DatasetError if there is no node, an id is out of range, a column has the wrong length, a feature
-    is NaN or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
-    empty, or contain a node without label.
+    Raises:
+        DatasetError: If there is no node, an id is out of range, a column has the wrong length, a feature is
+            NaN or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
+            empty, or contain a node without label.
     """
     if graph.total_nodes == 0:
         raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
@@ -62,7 +63,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
 
 
 def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
-    """Raise ConfigError unless each node of ``graph`` has one owner among the parts."""
+    """Raise ConfigError unless each node in ``graph`` has one owner among the parts."""
     if assignment.num_parts < 1:
         raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
     for ntype, num_nodes in graph.num_nodes.items():
@@ -85,7 +86,7 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
 
 
 def column_error(where: str, column: str, problem: str, row: int | None = None) -> DatasetError:
-    """Return an error for a ``problem`` of ``column`` in the file ``where``, or of one row of it."""
+    """Return an error about a ``problem`` in ``column`` in the file ``where``, or in one row."""
     row_text = "" if row is None else f", row {row}:"
     return DatasetError(f"{where}: column {column!r}{row_text} {problem}")
 
@@ -109,7 +110,7 @@ def check_integers(values: Array, column: str, where: str) -> None:
 
 
 def check_unique(ids: Array, column: str, where: str) -> None:
-    """Raise DatasetError if a value of ``ids`` ((K,) integers or strings) occurs twice."""
+    """Raise DatasetError if a value in ``ids`` ((K,) integers or strings) occurs twice."""
     repeat = first_repeat(ids)
     if repeat is not None:
         row, earlier = repeat
@@ -117,18 +118,18 @@ def check_unique(ids: Array, column: str, where: str) -> None:
 
 
 def describe_repeated_id(node_id: object, earlier: str) -> str:
-    """Return the problem of an id that the row ``earlier`` already has."""
+    """Explain that an id is the same as in the row ``earlier``."""
     return f"node id {node_id!r} already occurs in {earlier}; every node may have one row only"
 
 
 def first_repeat(values: Array) -> tuple[int, int] | None:
-    """Find the first row of (K,) ``values`` that repeats the value of an earlier row.
+    """Find the first row in (K,) ``values`` that repeats an earlier row's value.
 
     Return that row, and the earliest row with the same value. Return None if all values differ.
     """
     order = np.argsort(values, kind="stable")
     sorted_values = values[order]
-    # A stable order keeps equal values in row order, so all except the first of a run are repeats.
+    # A stable order keeps equal values in row order, so in a run all except the first are repeats.
     repeating_rows = order[1:][sorted_values[1:] == sorted_values[:-1]]
     if len(repeating_rows) == 0:
         return None
@@ -143,17 +144,17 @@ def check_columns(
     where: str,
     selecting: Collection[str] = (),
 ) -> None:
-    """Raise DatasetError unless the (num_rows, ...) columns of one node or edge type are valid.
+    """Raise DatasetError unless the (num_rows, ...) columns on one node or edge type are valid.
 
     Masks in ``selecting`` select rows of another type, so they may be empty for this one. For example, a
-    split may have no edge of a rare relation.
+    split may have no edge with a rare relation.
     """
     for name, column in columns.items():
         _check_length(column, num_rows, name, where)
         if isinstance(column, SparseRows):
             _check_sparse(column, name, where)
         else:
-            # A label of NaN means that the node has no target.
+            # A NaN label means that the node has no target.
             is_target = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"
             check_finite(np.where(np.isnan(column), 0, column) if is_target else column, name, where)
 
@@ -264,7 +265,7 @@ _NO_LABEL = {"unknown", "unk", "na", "n/a", "nan", "none", "null", "nil", "missi
 
 
 def warn_of_unknown(names: Iterable[str], where: str, column: str) -> None:
-    """Log a warning if the name of a class seems to stand for no label."""
+    """Log a warning if a class's name seems to stand for no label."""
     candidates = [name for name in names if name.strip().lower() in _NO_LABEL]
     if candidates:
         message = "%s: column %r: %r is read as a class; leave the column empty in rows without a label"
@@ -272,9 +273,9 @@ def warn_of_unknown(names: Iterable[str], where: str, column: str) -> None:
 
 
 def number_codes(graph: RawGraph, where: str) -> RawGraph:
-    """Number labels that are codes. Codes are repeated and larger than the number of nodes.
+    """Replace labels that are codes by class numbers. The codes become the class names.
 
-    The codes become the names of the classes.
+    Labels are codes if they are repeated and larger than the number of nodes.
     """
     for ntype, columns in graph.node_data.items():
         label = columns.get(LABEL)
@@ -299,7 +300,7 @@ def number_codes(graph: RawGraph, where: str) -> RawGraph:
 
 
 FEW_CLASSES, _REPEATS = 20, 4
-"""Minimum number of classes, and mean number of occurrences, of labels that are numbered as codes."""
+"""Minimum number of classes, and mean number of occurrences, for labels that are numbered as codes."""
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

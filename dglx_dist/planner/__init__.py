@@ -1,1 +1,1 @@
-"""Cost estimates of strategies, and the choice among them."""
+"""Estimate what each strategy costs, and choose among them."""

@@ -47,7 +47,7 @@ from dglx_dist.training.relational import EntityInputs, RelationalModel
 from dglx_dist.training.resume import TRAINED_WITH
 
 _DEEP = 4
-"""Number of layers from which mini-batches are only considered with explicit fan-outs."""
+"""Models with at least this many layers only consider mini-batches with explicit fan-outs."""
 _CHECKED_SEEDS = 64
 _NO_BATCHES = (
     f"models of {_DEEP} or more layers use mini-batches only with explicit fan-outs, so only training on "
@@ -84,19 +84,19 @@ class AutoOptions(ChoiceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Model and batches of the training to plan for. ConfigError if a value is invalid."""
+    """Model and batches to plan for. Invalid values raise ConfigError."""
 
     fanouts: Sequence[int] | None = None
     """Fan-outs, input-most first. None: the defaults."""
     batch_size: int | None = None
     epochs: int = 20
     num_layers: int = 0
-    """Number of layers. 0: the number of fan-outs, or 2."""
+    """Number of layers. 0: one per fan-out, or 2 without fan-outs."""
     kind: str | None = None
-    """Name of a ready-made model. None: derived from its convolutions."""
+    """Name of a ready-made model. None: derived from the model's convolutions."""
     hidden: int | None = None
     ntype: str | None = None
-    """Type of the training nodes. None: the only one."""
+    """Node type to train on. None: the only one."""
     own_loop: bool = False
     """Whether steps need the user's loop or torch's autocast. Not every strategy supports that."""
 
@@ -119,7 +119,7 @@ class Training:
 
 
 def _read_fanouts(fanouts: object) -> list[int]:
-    """Return ``fanouts`` as a list of int, because JSON does not accept integers of NumPy."""
+    """Check ``fanouts`` and convert them to Python integers, because JSON does not accept NumPy's."""
     if isinstance(fanouts, str) or not isinstance(fanouts, Sequence) or not fanouts:
         raise ConfigError(
             f"fanouts={fanouts!r} must be a list of one whole number for each layer, input-most "
@@ -129,12 +129,12 @@ def _read_fanouts(fanouts: object) -> list[int]:
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
-    """Return the options of ``auto``. Raise ConfigError if one is unknown or invalid."""
+    """Read the options for ``auto``. Unknown or invalid options raise ConfigError."""
     return read_options(f"strategy {AUTO!r}", AutoOptions, options)
 
 
 def check_session_options(session: Session) -> None:
-    """Raise ConfigError if the strategy, or ``auto``, does not know an option."""
+    """Raise ConfigError if the session's strategy, which may be ``auto``, does not know an option."""
     if session.strategy == AUTO:
         read_auto_options(session.options)
     else:
@@ -142,12 +142,12 @@ def check_session_options(session: Session) -> None:
 
 
 def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
-    """Return whether mini-batches are left out, because default fan-outs of many layers make them large."""
+    """Return whether mini-batches are left out, because default fan-outs make them large in deep models."""
     return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
 
 
 def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:
-    """Return an assumption if mini-batches are left out because many layers have no given ``fanouts``."""
+    """Say that mini-batches are left out, if a deep model has no given ``fanouts``. Otherwise return ()."""
     if _is_deep(unit, num_layers, fanouts):
         return (_NO_BATCHES,)
     return ()
@@ -161,9 +161,9 @@ def plan_draws(
     *,
     epoch: int,
 ) -> Draws | None:
-    """Return the mini-batches of ``epoch`` to count, or None if the choice has none.
+    """Return the mini-batches in ``epoch`` to count, or None if the choice has none.
 
-    If ``fanouts`` or ``batch_size`` is None, it is the default of data parallel training.
+    If ``fanouts`` or ``batch_size`` is None, data parallel training's default is used.
     """
     if choice.unit == "full_graph" or _is_deep(choice.unit, layers, fanouts):
         return None
@@ -179,14 +179,14 @@ def plan_draws(
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
-    """Return the default fan-out of each layer: 25, then 10s, or all if steps take whole graphs."""
+    """Return the default fan-outs: 25, then 10 for each further layer, or all if steps take whole graphs."""
     if STRATEGIES.get(strategy).traits.unit == "full_graph":
         return (-1,) * num_layers
     return (25, *[10] * (num_layers - 1))
 
 
 def default_batch_size(strategy: str) -> int | None:
-    """Return the default number of targets per rank and step: 512, or None if steps take whole graphs."""
+    """Return the default targets per rank and step: 512, or None if steps take whole graphs."""
     if STRATEGIES.get(strategy).traits.unit == "full_graph":
         return None
     return 512
@@ -200,15 +200,15 @@ def resolve(
     inputs: EntityInputs | None = None,
     links: LinkTrial | None = None,
 ) -> tuple[Candidate, Choice | None]:
-    """Give the session the strategy of the newest checkpoint, or choose one. Every rank must call this.
+    """Adopt the newest checkpoint's strategy, or choose one. Every rank must call this.
 
     A resumed run is not planned again, because another strategy may be another estimator with other steps.
     The result then has no choice.
 
     Raises:
-        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot
+        ConfigError: If the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot
             run it.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: If the checkpoint is damaged.
     """
     extra = None
     if checkpoints is not None:
@@ -239,8 +239,14 @@ def _use_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     """Return the strategy that a checkpoint in ``folder`` names, if ``auto`` could have chosen it.
 
-    ``value`` is its entry in the checkpoint. Checkpoints are untrusted files, so options that lead to files
-    or addresses are not read from them. Raises ConfigError for such options and unknown strategies.
+    Checkpoints are untrusted files, so options that lead to files or addresses are not read from them.
+
+    Args:
+        value: The checkpoint's entry for the strategy.
+        folder: Where the checkpoint is, for the error message.
+
+    Raises:
+        ConfigError: If the strategy is unknown or has such options.
     """
     values: Mapping[str, Any] = value if isinstance(value, dict) else {}
     name = values.get("name")
@@ -272,14 +278,17 @@ def choose_in_job(
 ) -> Choice:
     """Choose a strategy and set it as the session's strategy. Every rank must call this.
 
-    Rank 0 prints the choice and its reason.
+    Rank 0 prints the choice and why it was made.
 
     Args:
+        model: The model to train.
+        g: The graph to train on.
+        training: Batches and epochs.
         inputs: Input rows, for a graph with several types or for training on edges.
         links: Training on edges. None: the training is on nodes.
 
     Raises:
-        ConfigError: no strategy can be chosen, or the ranks have different options or models.
+        ConfigError: If no strategy can be chosen, or the ranks have different options or models.
     """
     session = g.session
     if session.strategy != AUTO:
@@ -383,7 +392,7 @@ def _make_count_config(
     options: AutoOptions,
     links: LinkTrial | None,
 ) -> CountConfig:
-    """Return what the ranks of this job count together."""
+    """Describe what the ranks in this job count together."""
     constraints = _get_constraints(options, draws)
 
     def is_offered(candidate: Candidate) -> bool:
@@ -416,8 +425,8 @@ def _make_count_config(
 def _describe_model(
     model: nn.Module, g: DistGraph, training: Training, inputs: EntityInputs | None
 ) -> ModelShape:
-    """Return the shape of ``model``. Models of your own on several types have no known widths."""
-    # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
+    """Describe the layers of ``model``. The widths of user models on several types are unknown."""
+    # A user's loop may have targets that are no labels. The last layer's width is then unknown.
     classes = g.dataset.manifest.num_classes.get(training.ntype or g.ntypes[0], 1)
     hidden = training.hidden or 0
     if g.is_homogeneous:
@@ -445,7 +454,7 @@ def _describe_model(
 
 
 def _describe_uncounted(model: nn.Module, training: Training) -> ModelShape:
-    """Return the shape of a ``model`` whose bytes are not counted. The widths of its layers are unknown."""
+    """Describe a ``model`` that is not counted. Its layers have no known widths."""
     return ModelShape(
         kind=training.kind or type(model).__name__,
         layers=(LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers,
@@ -508,12 +517,12 @@ def check_equal_servers(topology: Topology) -> None:
 
 
 def _probe_cluster(session: Session, options: AutoOptions, device: torch.device) -> Cluster:
-    """Measure the links, and return the smallest resources of any rank. Every rank must call this."""
+    """Measure the links, and return the smallest resources that any rank has. Every rank must call this."""
     topology = session.topology
     check_equal_servers(topology)
     links = probe(session)
 
-    # The ranks of a machine share its cores and its memory.
+    # All ranks on a machine share its cores and its memory.
     ranks_of_host = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory_bytes = machine_memory()[0] // ranks_of_host

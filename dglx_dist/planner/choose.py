@@ -1,4 +1,4 @@
-"""Candidates of all strategies, their bytes and memory, and the choice with its reasons. No I/O."""
+"""List the strategies' candidates, predict their bytes and memory, and choose one with reasons. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEAR = 1.03
 
 
 def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
-    """Return the candidates of all strategies: mini-batches first, and the simplest first."""
+    """List the candidates that all strategies offer: mini-batches first, and the simplest first."""
     candidates: list[Candidate] = []
     for name in STRATEGIES.names():
         for candidate in STRATEGIES.get(name).candidates(context):
@@ -30,12 +30,12 @@ def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
 
 
 def has_costs(candidate: Candidate) -> bool:
-    """Return whether the strategy of ``candidate`` has a cost model."""
+    """Return whether the strategy has a cost model."""
     return candidate.strategy in COSTS.names()
 
 
 def list_works(candidates: Iterable[Candidate], context: CandidateContext) -> tuple[Work, ...]:
-    """Return the works to count for ``candidates``, each once."""
+    """List what must be counted for ``candidates``, without duplicates."""
     works: list[Work] = []
     for candidate in candidates:
         if has_costs(candidate):
@@ -44,7 +44,7 @@ def list_works(candidates: Iterable[Candidate], context: CandidateContext) -> tu
 
 
 def list_choosable() -> Mapping[str, frozenset[str]]:
-    """Return every strategy that may be chosen, with the names of its options."""
+    """List every strategy that may be chosen, with the names of its options."""
     # In this context every strategy has candidates.
     context = CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)
     names: dict[str, frozenset[str]] = {}
@@ -55,7 +55,7 @@ def list_choosable() -> Mapping[str, frozenset[str]]:
 
 
 def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
-    """Return bytes and memory of an epoch of ``candidate``, or the reason why no epoch can run."""
+    """Predict bytes and memory for an epoch with ``candidate``, or say why no epoch can run."""
     cluster = counts.cluster
     why_not = _find_refusal(candidate, counts)
     cost = Cost()
@@ -85,9 +85,12 @@ def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
 
 
 def _find_shortage(cost: Cost, device_bytes: int, counts: EpochCounts) -> str:
-    """Return which memory of a rank is too small, or "". ``cost`` needs ``device_bytes`` of it on a GPU."""
+    """Say which memory is too small for a rank, or return "".
+
+    ``device_bytes`` is how much of ``cost.memory`` is on a GPU.
+    """
     cluster = counts.cluster
-    # The ranks of a server map the shared bytes together, so each rank pays for its share of them.
+    # The ranks on a server map the shared bytes together, so each rank pays for its share.
     host_bytes = cost.memory - device_bytes - cost.shared + cost.shared // cluster.ranks_per_server
     host_limit = cluster.memory_bytes
     if host_bytes > host_limit:
@@ -140,8 +143,12 @@ def choose(
 ) -> Choice:
     """Choose the fastest candidate that is allowed and feasible.
 
-    ``constraints`` says which candidates the user allows. ``finalists`` has the names of the candidates that
-    were equally fast in trials, and the choice is one of them. None: there were no trials.
+    Args:
+        predictions: Candidates to choose from, in order of simplicity.
+        counts: What was counted for them.
+        constraints: Which candidates the user allows.
+        finalists: Names of the candidates that were equally fast in trials. The choice is among them. None:
+            there were no trials.
     """
     candidates = [replace(p, barred=find_bar(p.candidate, constraints)) for p in predictions]
     undecided = []
@@ -187,7 +194,7 @@ def _is_choosable(prediction: Prediction) -> bool:
 
 
 def _pick(undecided: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
-    """Return the simplest of the fastest ``undecided`` predictions, which are in order of simplicity."""
+    """Return the simplest among the fastest predictions. ``undecided`` begins with the simplest."""
     fastest = min(undecided, key=constraints.comparable_seconds, default=None)
     if fastest is None:
         return None
@@ -201,7 +208,7 @@ def _explain(
     candidates: Sequence[Prediction],
     constraints: ChoiceOptions,
 ) -> list[str]:
-    """Return the reasons for the choice of ``picked`` among ``candidates``, one sentence each."""
+    """Explain why ``picked`` was chosen among ``candidates``, one sentence per reason."""
     if picked is None:
         return [_find_nearest([p for p in candidates if not p.barred])]
     reasons = [_describe(picked)]
@@ -212,7 +219,7 @@ def _explain(
             f"but among candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
 
-    # Two candidates of other strategies show how much slower the alternatives are.
+    # Two candidates from other strategies show how much slower the alternatives are.
     alternatives = []
     for prediction in candidates:
         is_mentioned = prediction == fastest or prediction.candidate.strategy == picked.candidate.strategy
@@ -237,7 +244,7 @@ def _explain(
 def _find_faster_barred(
     candidates: Sequence[Prediction], picked: Prediction, constraints: ChoiceOptions
 ) -> Prediction | None:
-    """Return the fastest barred candidate of the same unit as ``picked``, or None if ``picked`` is faster."""
+    """Return the fastest barred candidate with the same unit as ``picked``, or None if none is faster."""
     barred = []
     # Epochs of different units are different work, so their seconds are not comparable.
     for prediction in candidates:
@@ -274,7 +281,7 @@ def _ratio(prediction: Prediction, picked: Prediction, constraints: ChoiceOption
 
 
 def _describe(prediction: Prediction) -> str:
-    """Return a sentence with the time and the bytes of an epoch of the chosen candidate."""
+    """Say in a sentence how long the chosen candidate takes per epoch, and how many bytes it sends."""
     name = prediction.candidate.name
     traffic = "an unknown number of bytes"
     if prediction.has_costs:
@@ -296,11 +303,11 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _compare(prediction: Prediction, picked: Prediction, constraints: ChoiceOptions) -> str:
-    """Return a sentence that compares an alternative with the chosen candidate."""
+    """Compare an alternative with the chosen candidate in a sentence."""
     ratio = _ratio(prediction, picked, constraints)
     sentence = f"{prediction.candidate.name} takes {ratio:.2f} x as long"
     if prediction.candidate.unit != picked.candidate.unit:
-        # An epoch of one unit is different work than an epoch of the other, so bytes are not comparable.
+        # Epochs with different units are different work, so their bytes are not comparable.
         return f"{sentence} to learn as much"
 
     extra_bytes = prediction.inter_server_bytes - picked.inter_server_bytes

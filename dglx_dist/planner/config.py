@@ -12,7 +12,7 @@ from dglx_dist.training.model_kinds import KINDS, check_kind
 
 _server_option = partial(option, panel="Servers")
 _MAX_BITS_PER_S = 10**14
-"""Largest rate. It is above the limit of tc, for links between accelerators inside a server."""
+"""Largest rate. It is above tc's limit, for links between accelerators inside a server."""
 _rate_option = partial(
     _server_option, None, metavar="RATE", parse=prefix_errors(partial(Rate.parse, most=_MAX_BITS_PER_S))
 )

@@ -1,4 +1,4 @@
-"""Counts of an epoch, by one process or by a job's ranks, and measured times of the model and the links."""
+"""Count an epoch, by one process or by a job's ranks, and measure how fast the model and the links are."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 PROGRAM_BYTES = 690 * 10**6
-"""Memory of a rank that has imported all modules and evaluated once (torch 2.13, Linux)."""
+"""Memory that a rank takes after it imported all modules and evaluated once (torch 2.13, Linux)."""
 _WITHOUT_COSTS = "it has no cost model, so only a running job with strategy auto can measure it"
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
 _FIRST_BYTES = 32 * 1024
 _MAX_BYTES = 64 * 2**20
 _MIN_MEASUREMENT_S = 0.1
-"""Duration of a round that shows the rate. The first round is ignored, because it begins with a burst."""
+"""Minimum length of a round. The first round is ignored, because it begins with a burst."""
 _ROUNDS = 3
 _EXCHANGE_NAME = "probe of the links"
 PROBE_PHASE = "link_probe"
-"""Ledger phase of the probe."""
+"""Ledger phase for the probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +63,21 @@ class CountConfig:
 
     cluster: Cluster
     draws: Draws | None
-    """Options of mini-batches. None: mini-batches are not counted."""
+    """Parameters for mini-batches. None: mini-batches are not counted."""
     is_offered: Callable[[Candidate], bool] = lambda _: True
     """Tells whether a candidate is counted."""
     caches: bool = True
-    """Whether caches of remote rows are offered. ``vip`` needs the whole structure on each server."""
+    """Whether caches for remote rows are offered. ``vip`` needs the whole structure on each server."""
     partitioned: bool = False
     """Whether servers ask each other for in-edges."""
     in_job: bool = False
-    """Whether the ranks of the session count together. Otherwise this process counts for all ranks."""
+    """Whether the session's ranks count together. Otherwise this process counts for all ranks."""
     program_bytes: int = PROGRAM_BYTES
-    """Memory of a rank before it opens a graph. If this process is a rank, its memory may be larger."""
+    """Memory that a rank takes before it opens a graph. If this process is a rank, it may take more."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
     ntype: str | None = None
-    """Type of the training nodes. None: the only one."""
+    """Node type to train on. None: the only one."""
     num_edges: int | None = None
     """Number of training edges. None: the training is on nodes."""
 
@@ -85,15 +85,15 @@ class CountConfig:
 def count(
     g: DistGraph, shape: ModelShape, config: CountConfig, notify: Callable[[str], None] | None = None
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
-    """Count an epoch and return the counts and the candidates. The ranks of a job must all call this.
+    """Count an epoch and return the counts and the candidates. The ranks in a job must all call this.
 
-    Nothing is counted for a model without known widths. Outside of a job the session of ``g`` has one rank,
-    and ``g`` has the structure of the whole graph. ``notify`` is called with each step's name.
+    Nothing is counted for a model without known widths. Outside a job, the session of ``g`` has one rank, and
+    ``g`` has the whole graph's structure. ``notify`` is called with each step's name.
 
     Raises:
-        ConfigError: the graph lacks data or has fewer parts than servers, or the ranks know different
+        ConfigError: If the graph lacks data or has fewer parts than servers, or the ranks know different
             candidates.
-        PeerError: a rank is dead or silent.
+        PeerError: If a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
@@ -138,7 +138,7 @@ def count(
 
 
 def _list_caches(candidates: Sequence[Candidate]) -> list[tuple[str, float]]:
-    """Return the policy and the size of each cache of ``candidates``, each once."""
+    """List each cache that ``candidates`` use, as (policy, size), without duplicates."""
     caches: list[tuple[str, float]] = []
     for candidate in candidates:
         cache = (candidate.cache, candidate.cache_alpha)
@@ -148,7 +148,7 @@ def _list_caches(candidates: Sequence[Candidate]) -> list[tuple[str, float]]:
 
 
 def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
-    """Return what strategies must know of the run to list their candidates."""
+    """Collect what strategies must know about the run to list their candidates."""
     cluster = config.cluster
     num_steps = 0
     if config.draws is not None:
@@ -168,7 +168,7 @@ def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
 
 
 def _plan_run(g: DistGraph, shape: ModelShape, config: CountConfig) -> PlannedRun:
-    """Return the run to count: its graph, cluster and training nodes."""
+    """Prepare the run to count: its graph, cluster and training nodes."""
     manifest = g.dataset.manifest
     cluster = config.cluster
     topology = build_topology(cluster.servers, cluster.ranks_per_server)
@@ -190,7 +190,7 @@ def _plan_run(g: DistGraph, shape: ModelShape, config: CountConfig) -> PlannedRu
     if config.num_edges is None:
         seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
     else:
-        # Only the number of seeds is used, because batches of edges are not counted.
+        # Only their number is used, because batches with edges are not counted.
         seeds = np.arange(config.num_edges)
     trained_types: frozenset[str] = frozenset()
     if shape.feature_widths is not None:
@@ -222,11 +222,11 @@ def predict_and_time(
     candidates: Sequence[Candidate],
     ntype: str | None = None,
 ) -> list[Prediction]:
-    """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
+    """Predict each candidate's costs, with the seconds that its steps compute here.
 
-    ``ntype`` is the type of the training nodes. None: the only one. Steps with mini-batches are timed on a
-    few drawn batches. Steps on whole graphs are timed on the plan of the rank with the largest step. If ranks
-    have less than a core each, the seconds are multiplied accordingly.
+    Steps with mini-batches are timed on a few drawn batches. Steps on whole graphs are timed on the plan that
+    belongs to the rank with the largest step. If ranks have less than a core each, the seconds are multiplied
+    accordingly. ``ntype`` is the node type to train on. None: the only one.
     """
     predictions = [predict(candidate, counts) for candidate in candidates]
     slowdown = 1.0 / min(counts.cluster.cores, 1.0)
@@ -254,7 +254,7 @@ def predict_and_time(
 
 
 def _time_work(g: DistGraph, model: nn.Module, counts: EpochCounts, work: Work, ntype: str | None) -> float:
-    """Return the seconds of an epoch of ``work``, or 0 if it has no blocks to time."""
+    """Time ``work`` and return its seconds per epoch, or 0 if it has no blocks to time."""
     step = work.blocks(counts.works[work])
     if step is None:
         return 0.0
@@ -263,7 +263,7 @@ def _time_work(g: DistGraph, model: nn.Module, counts: EpochCounts, work: Work, 
 
 
 def _list_input_widths(g: DistGraph, shape: ModelShape) -> int | dict[str, int]:
-    """Return the number of input columns, by node type for a model of several types."""
+    """Return the number of input columns, by node type for a model with several types."""
     widths = shape.feature_widths
     if widths is None:
         return shape.features
@@ -271,7 +271,7 @@ def _list_input_widths(g: DistGraph, shape: ModelShape) -> int | dict[str, int]:
 
 
 def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts, ntype: str | None) -> float:
-    """Return the seconds of an epoch of mini-batches, or 0 if none were requested."""
+    """Time mini-batches and return their seconds per epoch, or 0 if none were requested."""
     draws = counts.draws
     if draws is None:
         return 0.0
@@ -291,7 +291,7 @@ def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts, ntyp
 def sample_blocks(
     g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int], ntype: str | None = None
 ) -> list[Any]:
-    """Return the blocks of one batch. Its ``size`` seeds are (K,) ``seeds`` at equal distances in the graph.
+    """Sample one batch. Its ``size`` seeds are taken from (K,) ``seeds`` at equal distances.
 
     ``ntype`` is the seeds' type. None: the only one.
     """
@@ -311,9 +311,17 @@ def time_step(
 ) -> float:
     """Return the seconds that a copy of ``model`` takes for a training step on ``blocks``, on its device.
 
-    The input rows have ``widths`` columns, by node type if it is a mapping. ``ntype`` is the type of the
-    targets. The result is the median of three steps after one that is not timed. Dropout is keyed by node,
-    like under the strategies. Raises ConfigError if the model fails on the blocks.
+    The result is the median over three steps, after one that is not timed. Dropout is keyed by node, like
+    under the strategies.
+
+    Args:
+        model: The model, which does not change.
+        blocks: One block per layer, input-most first.
+        widths: Number of input columns, by node type if it is a mapping.
+        ntype: Type of the targets.
+
+    Raises:
+        ConfigError: If the model fails on the blocks.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"the {type(model).__name__} has no parameters to train: nothing to choose")
@@ -345,7 +353,7 @@ def time_step(
 
 
 def _make_ones(block: Any, widths: int | Mapping[str, int], weight: Tensor) -> Any:
-    """Return input rows of ones, with the dtype and on the device of ``weight``."""
+    """Return input rows that are all 1, with the dtype and on the device of ``weight``."""
     if isinstance(widths, int):
         return weight.new_ones(block.num_src_nodes(), widths)
     rows = {}
@@ -371,7 +379,7 @@ def take_step(
 ) -> None:
     """Train ``model`` for a step, with classes or values that are all 0.
 
-    ``rows`` are (N, F), or such rows by node type. If the scores are by node type, the loss is that of
+    ``rows`` are (N, F), or such rows by node type. If the scores are by node type, the loss takes those for
     ``ntype``.
     """
     scores = model(blocks, rows)
@@ -385,7 +393,7 @@ def take_step(
 
 
 def update_weights(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Compute the gradients of ``loss`` and take a step of ``optimizer``."""
+    """Compute the gradients for ``loss`` and let ``optimizer`` take a step."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     optimizer.step()
@@ -396,9 +404,9 @@ class Links:
     """Payload per second in both directions at once."""
 
     external_bytes_per_s: float
-    """Rate of the slowest server's card."""
+    """Rate that the slowest server's card sends."""
     internal_bytes_per_s: float
-    """Rate of all ranks of a server in total."""
+    """Rate that all ranks on a server send in total."""
 
 
 def probe(session: Session, *, seconds: float = 2.0) -> Links:
@@ -420,10 +428,10 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
     if max(map(len, ranks_by_server)) > 1:
         server_ranks = ranks_by_server[topology.server]
         rank_rate = _measure_bandwidth(session, _ring_neighbours(server_ranks, topology.rank), seconds / 2)
-        # All ranks of the ring within a server send at this rate.
+        # All ranks in the ring within a server send at this rate.
         internal = rank_rate * len(server_ranks)
 
-    # If a kind of link does not exist, nothing is sent over it, and it gets the rate of the other kind.
+    # If one kind of link does not exist, nothing is sent over it, and it gets the other kind's rate.
     rate = external or internal
     assert rate is not None
     return Links(external_bytes_per_s=rate, internal_bytes_per_s=internal or rate)
@@ -438,14 +446,14 @@ def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | Non
 
 
 def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
-    """Return the median bytes per second of the rounds within about ``seconds``. Every rank must call this.
+    """Return the median bytes per second over the rounds within about ``seconds``. Every rank must call this.
 
     ``neighbors`` are the ranks before and after this rank in its ring. None: this rank sends nothing.
     """
     num_bytes = _FIRST_BYTES
     elapsed_s = 0.0
     rounds_s: list[float] = []
-    # The first of the timed rounds does not count, because it begins with a burst.
+    # The first timed round does not count, because it begins with a burst.
     while len(rounds_s) <= _ROUNDS and (elapsed_s < seconds or not rounds_s):
         swap_seconds = gather_json(_time_swap(session, neighbors, num_bytes), session)
         round_s = max(map(float, swap_seconds))

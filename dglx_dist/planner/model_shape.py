@@ -1,4 +1,4 @@
-"""Size and work of a model: widths, products, parameters and exchanged rows of each layer."""
+"""Find out a model's size and work: each layer's widths, products, parameters and exchanged rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from dglx_dist.training.relational import RelationalModel
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
-    """Return the topology as rank 0 of a run with equally many ranks on each server sees it."""
+    """Build the topology that rank 0 sees in a run with equally many ranks on each server."""
     server_of_rank = np.repeat(range(servers), ranks_per_server).tolist()
     return Topology(0, servers * ranks_per_server, tuple(server_of_rank))
 
@@ -47,19 +47,19 @@ def infer_shape(
     hidden: int = 0,
     is_guessed: bool = False,
 ) -> ModelShape:
-    """Return a model's shape. The model is traced in a call ``module(blocks, x)`` and does not change.
+    """Describe a model's layers. The model is traced in a call ``module(blocks, x)`` and does not change.
 
-    If the model cannot be called like this, its layers are the convolutions that it has registered. Unknown
-    layers count as those of GraphSAGE.
+    If the model cannot be called like this, its registered convolutions are taken as its layers. Unknown
+    layers count like GraphSAGE layers.
 
     Args:
         module: The model, on any device.
         features: Number of input columns.
         classes: Number of output columns.
-        num_layers: Number of layers. 0: the number of its convolutions, or 2.
-        kind: Name of a ready-made model. Empty: that of its first convolution.
-        hidden: Width of the hidden layers. 0: that of its first layer.
-        is_guessed: Whether it is not a ready-made model.
+        num_layers: Number of layers. 0: as many as the model has convolutions, or 2.
+        kind: Name of a ready-made model. Empty: derived from the model's first convolution.
+        hidden: Width between the layers. 0: the first layer's result.
+        is_guessed: Whether the model is not a ready-made one.
     """
     convs = [conv for _, conv in find_convolutions(module) if _find_kind(conv)]
     num_layers = num_layers or len(convs) or 2
@@ -108,9 +108,9 @@ def describe_relational(
     kind: str,
     trained_row_bytes: int | None = None,
 ) -> ModelShape:
-    """Return the shape of a ready-made model for several types. Its results have ``classes`` columns.
+    """Describe a ready-made model for several types. Its results have ``classes`` columns.
 
-    ``trained_row_bytes`` are the bytes of the rows of types without features. None: rows of the hidden width.
+    ``trained_row_bytes`` is the size of a row for types without features. None: rows have the hidden width.
     """
     # Each relation has its own sum for every destination.
     relations_into = Counter(destination for _, _, destination in features.etypes)
@@ -131,7 +131,7 @@ def describe_relational(
         classes=classes,
         inspected=inspected,
         refusals=refusals,
-        # The rows of all types are mapped to the hidden width before layer 1.
+        # Before layer 1, the rows of all types are mapped to the hidden width.
         first_learns=True,
         feature_widths=features.widths,
         trained_row_bytes=trained_row_bytes,
@@ -153,11 +153,11 @@ def _find_kind(module: nn.Module) -> str:
 
 
 def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
-    """Return the columns of a layer that was called with rows of ``inputs`` and returned ``outputs``."""
+    """Return the widths of a layer that was called with ``inputs`` columns and returned ``outputs``."""
     try:
         widths = replace(_read_widths(module), outputs=outputs)
     except ConfigError:
-        # An unknown layer is assumed to sum the narrower of its rows. An MLP sums nothing.
+        # An unknown layer is assumed to sum the narrower rows. An MLP sums nothing.
         summed = min(inputs, outputs)
         if isinstance(module, OwnRows):
             summed = 0
@@ -166,9 +166,10 @@ def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
 
 
 def _read_widths(module: Any) -> LayerWidths:
-    """Return the columns of a convolution that has stages, or of GATv2 or SAGE-pool, which have none.
+    """Return a convolution's widths. It has stages, or is a GATv2 or SAGE-pool, which have none.
 
-    Raises ConfigError for other modules.
+    Raises:
+        ConfigError: If ``module`` is anything else.
     """
     if type(module) is dglnn.GATv2Conv:
         heads = module._num_heads
@@ -186,10 +187,10 @@ def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tu
     """Return the layers as ``module`` calls them, and whether the rows before the first layer are trained.
 
     Raises:
-        MODEL_ERRORS: ``module`` cannot be called with ``num_layers`` blocks, or does not use the blocks one
-            after another.
+        MODEL_ERRORS: If ``module`` cannot be called with ``num_layers`` blocks, or does not use the blocks
+            one after another.
     """
-    # Levels have different sizes, so that the number of rows identifies the level.
+    # Levels have different sizes, so the row count identifies the level.
     sizes = [8 + 5 * (num_layers - level) for level in range(num_layers + 1)]
     generator = torch.Generator().manual_seed(0)
     weight = find_float_parameter(module)
@@ -219,7 +220,7 @@ def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tu
 
 
 def _make_zeros(num_columns: int, block: Any, x: Any, *_edges: Any) -> Tensor:
-    """Return a row of zeros for each destination of ``block``, like a layer that is called with ``x``."""
+    """Return zeros for each destination in ``block``, like a layer that is called with ``x``."""
     rows: Tensor = x[0] if isinstance(x, tuple) else x
     return rows.new_zeros(block.num_dst_nodes(), num_columns)
 
@@ -227,7 +228,7 @@ def _make_zeros(num_columns: int, block: Any, x: Any, *_edges: Any) -> Tensor:
 def _list_registered(
     convs: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
-    """Return the layers that a model has registered if their number matches, otherwise those of GraphSAGE."""
+    """Return the model's registered layers if their number matches, otherwise GraphSAGE layers."""
     layers = []
     try:
         for conv in convs:
@@ -246,9 +247,10 @@ def _list_registered(
 
 
 def _inspect(module: nn.Module, features: int | TypedFeatures) -> tuple[dict[str, Any], dict[str, str]]:
-    """Ask the cost model of each strategy about ``module``.
+    """Ask each strategy's cost model about ``module``.
 
-    Returns the results of the strategies that can train the module, and the reasons of the others.
+    Returns:
+        By strategy, the results if it can train the module, and by strategy, the reasons why others cannot.
     """
     inspected = {}
     refusals = {}

@@ -1,4 +1,4 @@
-"""Records of the planner: cluster, graph, model, options of a choice, predictions, and the choice.
+"""The planner's records: cluster, graph, model, options for a choice, predictions, and the choice.
 
 All are frozen. A choice can be written as JSON.
 """
@@ -27,7 +27,7 @@ _MAX_RATE = 10**12
 
 @dataclass(frozen=True, order=True)
 class Rate:
-    """Rate of a link in bits per second, in the notation of tc."""
+    """A link's rate in bits per second, in the notation that tc uses."""
 
     bits_per_s: int
 
@@ -36,11 +36,11 @@ class Rate:
         """Parse a rate like "1gbit", "2.5gbit", "100mbit" or "800kbit".
 
         Args:
-            text: A number and its unit. Upper and lower case are the same.
-            most: Largest rate in bits per second. By default the limit of the kernel.
+            text: A number and its unit, in upper or lower case.
+            most: Largest rate in bits per second. The default is the kernel's limit.
 
         Raises:
-            ConfigError: ``text`` is no rate, or the rate is below 8 kbit or above ``most``.
+            ConfigError: If ``text`` is no rate, or the rate is below 8 kbit or above ``most``.
         """
         bits_per_s = 0.0
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gbit|mbit|kbit|bit)\s*", text.lower())
@@ -65,7 +65,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Servers of a run: configured, probed or assumed, see :attr:`assumptions`."""
+    """The servers that a run uses: configured, probed or assumed, see :attr:`assumptions`."""
 
     servers: int
     ranks_per_server: int
@@ -74,7 +74,7 @@ class Cluster:
     internal_bytes_per_s: float
     """Total payload per second between a server's ranks."""
     cores: float
-    """Number of cores per rank. May be fractional."""
+    """Cores per rank. May be fractional."""
     memory_bytes: int
     device_memory_bytes: int = 0
     """GPU memory per rank. 0: ranks compute on CPUs."""
@@ -87,13 +87,13 @@ class Cluster:
 
     @property
     def server_of_rank(self) -> tuple[int, ...]:
-        """(W,) server of each rank. Consecutive ranks share a server."""
+        """(W,) server by rank. Consecutive ranks share a server."""
         return tuple(rank // self.ranks_per_server for rank in range(self.ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStats:
-    """Statistics of a graph: sums over its types."""
+    """Sizes of a graph, summed over its types."""
 
     name: str
     nodes: int
@@ -101,19 +101,19 @@ class GraphStats:
     features: int
     """Number of feature columns F."""
     feature_bytes: int
-    """Bytes of a node's features as stored. With several types: the sum over one node of each type."""
+    """Stored feature bytes per node. With several types, their sum over one node of each type."""
     all_feature_bytes: int
-    """Bytes of the features of all nodes."""
+    """Feature bytes for all nodes."""
     classes: int
     train_nodes: int
     edge_cut: float
-    """Fraction of the edges between different servers."""
+    """Fraction of edges that connect different servers."""
     method: str
 
     @property
     def structure_bytes(self) -> int:
-        """Bytes of the in-edges of the whole graph as they are mapped."""
-        # An edge stores the id of its source. Ids of small graphs fit in 32 bits.
+        """Bytes to map all in-edges."""
+        # An edge stores its source id. Ids in small graphs fit in 32 bits.
         bytes_per_edge = 8
         if self.nodes < 2**31:
             bytes_per_edge = 4
@@ -122,33 +122,34 @@ class GraphStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of all layers, input-most first, and of the parameters."""
+    """Sizes of a model: its layers, input-most first, and its parameters."""
 
     kind: str
     layers: tuple[LayerWidths, ...]
     features: int
     hidden: int
-    """Width of the hidden layers. 0: unknown."""
+    """Width between the layers. 0: unknown."""
     classes: int
     parameters: int
-    """Number of scalars in all parameters."""
+    """Scalars in all parameters."""
     tensors: int
     inspected: Mapping[str, Any] = field(default_factory=dict)
-    """Strategy to the result of ``CostModel.inspect``."""
+    """By strategy, what ``CostModel.inspect`` returned."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Name of a strategy to the reason why the strategy cannot train the model."""
+    """By strategy, why it cannot train the model."""
     first_learns: bool = False
-    """Whether the input of layer 1 has a gradient, as after an encoder."""
+    """Whether the rows that enter layer 1 have a gradient, as after an encoder."""
     itemsize: int = 4
     is_guessed: bool = False
-    """Whether the layers are those of the most similar ready-made model."""
+    """Whether the layers are guessed from the most similar ready-made model."""
     feature_widths: Mapping[str, int] | None = None
-    """Number of feature columns by node type, for a model of several types. Nodes of types that are missing
-    here have trainable rows. None: the model has one type."""
+    """Number of feature columns by node type, for a model with several types. Missing node types have
+    trainable rows. None: the model has one type.
+    """
     trained_row_bytes: int = 0
-    """Bytes of a trainable row."""
+    """Bytes per trainable row."""
     has_widths: bool = True
-    """Whether :attr:`layers` has the widths. Models of your own on several types have unknown widths."""
+    """Whether :attr:`layers` has the widths. They are unknown for user models on several types."""
 
     @property
     def summary(self) -> str:
@@ -159,13 +160,13 @@ class ModelShape:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes sent in each step: every gradient, and a flag of one element for each tensor."""
+        """Bytes to sum in each step: every gradient, and a flag with one element for each tensor."""
         return (self.parameters + self.tensors) * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Parameters of the counted mini-batches."""
+    """Parameters by which the counted mini-batches are drawn."""
 
     fanouts: tuple[int, ...]
     """Fan-outs, input-most first. -1 means all."""
@@ -176,7 +177,7 @@ class Draws:
     most_seeds: int | None = None
     """Maximum number of seeds per rank. The rest is left out."""
     most_batches: int | None = None
-    """Maximum number of batches per rank. None: all batches of the epoch."""
+    """Maximum number of batches per rank. None: all batches in the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +196,11 @@ class ChoiceOptions:
     dry_batches: int = option(20, "Batches to count per rank. 0: all of an epoch.", check=at_least(0))
 
     def comparable_seconds(self, prediction: Prediction) -> float:
-        """Return the seconds of as many epochs as are worth an exact epoch of mini-batches."""
+        """Return the seconds for as many epochs as are worth an exact epoch with mini-batches."""
         return prediction.epoch_seconds * self.weight(prediction.candidate)
 
     def weight(self, candidate: Candidate) -> float:
-        """Return how many epochs of ``candidate`` are worth an exact epoch of mini-batches."""
+        """Return how many epochs with ``candidate`` are worth an exact epoch with mini-batches."""
         if candidate.unit == "full_graph" and self.unit == "any":
             return candidate.epochs_factor * self.full_graph_epochs
         return candidate.epochs_factor
@@ -207,10 +208,10 @@ class ChoiceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Seconds of an epoch of a candidate, measured in the running job."""
+    """Seconds that an epoch with a candidate takes, measured in the running job."""
 
     seconds: float
-    """Median over the turns of the candidate."""
+    """Median over the candidate's turns."""
     low: float
     """Fastest turn."""
     high: float
@@ -221,31 +222,31 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Costs of an epoch of a candidate: counted bytes, a memory formula, and measured seconds."""
+    """Costs that an epoch with a candidate has: counted bytes, a memory formula, and measured seconds."""
 
     candidate: Candidate
     compute_s: float = 0.0
-    """Seconds of the model's steps, measured in one process. 0 in a running job, which times whole steps."""
+    """Seconds of computation, measured in one process. 0 in a running job, which times whole steps."""
     network_s: float = 0.0
-    """Bytes of an epoch divided by the links' bandwidth."""
+    """Bytes per epoch divided by the links' bandwidth."""
     trial: Trial | None = None
     """Measurement in a running job. None: the candidate was not tried."""
     outside: Mapping[str, int] = field(default_factory=dict)
-    """Payload between servers in one epoch of all ranks, by ledger phase."""
+    """Payload that all ranks send between servers in one epoch, by ledger phase."""
     inside: Mapping[str, int] = field(default_factory=dict)
-    """Payload within servers in one epoch."""
+    """Payload within servers in one epoch, by ledger phase."""
     bytes_exact: bool = False
-    """Whether the bytes are exactly those of ``Choice.epoch``. False: the bytes are estimates."""
+    """Whether the bytes are exactly those that ``Choice.epoch`` will send. False: the bytes are estimates."""
     once_bytes: int = 0
     """Bytes between servers before the first epoch: preloaded features and structure, columns, caches."""
     memory_bytes: int = 0
-    """Peak memory of one rank, including the program. It is the sum of host and GPU. 0: unknown."""
+    """Peak memory per rank, including the program, on host and GPU together. 0: unknown."""
     device_memory_bytes: int = 0
-    """Part of that memory on the GPU. 0 if ranks compute on CPUs."""
+    """Bytes within ``memory_bytes`` that lie on the GPU. 0 if ranks compute on CPUs."""
     why_not: str = ""
-    """Reason why the candidate is not feasible. Empty if the candidate is feasible."""
+    """Reason if the candidate is not feasible, or empty."""
     not_tried: str = ""
-    """Reason why a running job did not try the candidate. Empty if it did, or if there were no trials."""
+    """Reason if a running job did not try the candidate. Empty if it did, or if there were no trials."""
     barred: str = ""
     """Option or sampler that would allow the candidate. Empty if the candidate is allowed."""
     note: str = ""
@@ -269,7 +270,7 @@ class Prediction:
 
     @property
     def epoch_seconds(self) -> float:
-        """Measured seconds of an epoch. Without a trial: computing time here, plus the bytes on the wire."""
+        """Measured seconds per epoch. Without a trial: computing time here, plus the bytes on the wire."""
         if self.trial is not None:
             return self.trial.seconds
         return self.compute_s + self.network_s
@@ -277,11 +278,11 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Measured result of the chosen run, to compare with the prediction."""
+    """Measurements from the chosen run, to compare with the prediction."""
 
     epoch: int
     epoch_seconds: float
-    """Median of the warm epochs."""
+    """Median over the warm epochs."""
     bytes_outside: int
     bytes_inside: int
     peak_memory_bytes: int
@@ -293,10 +294,10 @@ class Choice:
 
     graph: GraphStats
     trained: str
-    """Description of model and mini-batches."""
+    """Model and mini-batches, in words."""
     cluster: Cluster
     predictions: tuple[Prediction, ...]
-    """Predictions, fastest first among those that may be chosen. Barred ones and infeasible ones follow."""
+    """Predictions, fastest first among those that may be chosen. Barred and infeasible ones follow."""
     picked: int
     """Index of the chosen prediction. -1: none is feasible."""
     why: tuple[str, ...]
@@ -333,7 +334,7 @@ class Choice:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with values of properties that readers of the file need."""
+        """Convert the fields to JSON values, and add the properties that readers of the file need."""
         value = asdict(self)
         for entry, prediction in zip(value["predictions"], self.predictions, strict=True):
             entry["name"] = prediction.candidate.name

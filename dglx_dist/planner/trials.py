@@ -1,4 +1,4 @@
-"""Timed trials of candidates in a running job. They train in turns, and the slower half is dropped."""
+"""Time candidates in a running job. They train in turns, and the slower half is dropped."""
 
 from __future__ import annotations
 
@@ -42,79 +42,79 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 MIN_TRIAL_S = 15.0
-"""Time in seconds that opening the candidates may always take. The rounds take as long again."""
+"""Seconds that opening the candidates may always take. The rounds take as long again."""
 MAX_SHARE = 0.02
-"""Share of the training that opening the candidates may take, if that is longer than :data:`MIN_TRIAL_S`."""
+"""Share of the training time that opening the candidates may take, if longer than :data:`MIN_TRIAL_S`."""
 _MIN_FIRST_TURN_S = 0.1
-"""Minimum duration of a first turn."""
+"""Minimum length of a first turn, in seconds."""
 _MIN_STEPS = 3
-"""Minimum number of steps of a first turn."""
+"""Minimum number of steps in a first turn."""
 _WARM_STEPS = 2
-"""Number of steps before a turn that begins within an epoch."""
+"""Steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND = 3
 _MAX_ROUNDS = 4
 _CLEARLY = 1.2
-"""Candidates slower by this factor are dropped at once. Epochs of the same run differ by a tenth."""
+"""Candidates slower by this factor are dropped at once. Epochs in the same run differ by a tenth."""
 _MIN_TRIED = 2
-"""Number of candidates that are always tried, whatever the time."""
+"""Candidates that are always tried, however long it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTrial:
-    """Training on edges whose steps the trials time."""
+    """Training on edges that the trials time."""
 
     targets: Sequence[EdgeType]
     task: LinkPrediction
     negatives: int
-    """Number of negatives per edge and replaced end."""
+    """Negatives per edge and replaced end."""
     has_encoder: bool
     """Whether the model passes messages."""
     num_edges: int
-    """Number of training edges of all ranks."""
+    """Training edges on all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """Training run whose steps the trials time."""
+    """Training run that the trials time."""
 
     g: DistGraph
     model: nn.Module
     """The user's model. Each trial trains a copy."""
     num_layers: int
     draws: Draws | None
-    """Options of the mini-batches. None: the training has no mini-batches."""
+    """Parameters for mini-batches. None: the training has no mini-batches."""
     batch_size: int
-    """Number of target edges that a rank has in a batch."""
+    """Target edges per rank and batch."""
     epochs: int
     constraints: ChoiceOptions
     memory_bytes: int
-    """Memory of a rank for all candidates that are open at a time."""
+    """Memory that a rank has for all candidates that are open at a time."""
     inputs: EntityInputs | None = None
-    """Input rows by node type. None: the features of the only type."""
+    """Input rows by node type. None: the only type's features."""
     links: LinkTrial | None = None
     """Training on edges. None: the training is on nodes."""
     ntype: str
-    """Type of the training nodes."""
+    """Node type to train on."""
     base_bytes: int
-    """Part of ``memory_bytes`` that all candidates share: the program, the structure and the features."""
+    """Bytes of ``memory_bytes`` that all candidates share: the program, the structure and the features."""
 
 
 @final
 @dataclass(kw_only=True)
 class _Contestant:
-    """An open candidate and the times of its turns."""
+    """An open candidate and how long its turns took."""
 
     index: int
     """Index of the candidate among the predictions."""
     run: CandidateRun
     seconds: list[float] = field(default_factory=list)
-    """Seconds of an epoch by turn."""
+    """By turn, seconds per epoch."""
     steps: int = 0
     """Number of timed steps."""
 
     @property
     def steps_of_turn(self) -> int:
-        """Number of steps that take at least ``_MIN_FIRST_TURN_S``, equal on all ranks."""
+        """Steps that take at least ``_MIN_FIRST_TURN_S``, equal on all ranks."""
         num_steps = math.ceil(_MIN_FIRST_TURN_S * self.run.num_steps / self.seconds[0])
         return max(_WARM_STEPS, num_steps)
 
@@ -129,17 +129,15 @@ class _Contestant:
 def run_trials(
     predictions: Sequence[Prediction], config: TrialConfig, notify: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Prediction], list[str]]:
-    """Time the candidates of ``predictions``, the simplest first, and return them with their trials.
-
-    Every rank must call this. Call it within :func:`leave_unchanged`.
+    """Time the candidates, the simplest first. Every rank must call this within :func:`leave_unchanged`.
 
     Returns:
-        The predictions with trials, or with reasons why they were not tried, and the candidates' names
-        among which the trials did not decide.
+        The predictions with trials, or with reasons why they were not tried, and the names of the candidates
+        between which the trials did not decide.
 
     Raises:
-        ConfigError: a candidate failed on this rank alone, for instance because memory is short.
-        PeerError: a rank ended or stayed silent in a trial.
+        ConfigError: If a candidate failed on this rank alone, for instance because memory is short.
+        PeerError: If a rank ended or stayed silent in a trial.
     """
     with ExitStack() as stack:
         race = _Race([*predictions], config, notify, stack)
@@ -173,11 +171,11 @@ class _Race:
         self._num_opened = 0
         self._begin = time.perf_counter()
         self._elapsed_s = 0.0
-        """Seconds since ``_begin`` on the clock of rank 0."""
+        """Seconds since ``_begin`` on rank 0's clock."""
 
     @property
     def finalists(self) -> list[int]:
-        """Indices into ``predictions`` of the candidates that no turn has shown to be slower."""
+        """Indices into ``predictions`` for the candidates that no turn has shown to be slower."""
         return [contestant.index for contestant in self.running] + self._closed_for_memory
 
     def open_all(self) -> None:
@@ -225,7 +223,7 @@ class _Race:
             self._record_trial(contestant)
 
     def _drop_slower(self) -> None:
-        """Drop the slower half of the candidates, and those that are much slower than the fastest."""
+        """Drop the slower half, and those that are much slower than the fastest."""
         ordered = sorted(self.running, key=self._weigh_seconds)
         if not ordered:  # the strategies have refused all candidates in this round
             return
@@ -237,13 +235,13 @@ class _Race:
         tie_limit = NEAR * self._weigh_seconds(best)
         for index, contestant in enumerate(ordered):
             is_much_slower = contestant.trial.low * self._weight(contestant) > slow_limit
-            # The simplest of several equal candidates will win, so all of them stay.
+            # If several candidates are equally fast, the simplest will win, so all of them stay.
             is_slower = index >= num_kept and self._weigh_seconds(contestant) > tie_limit
             if is_much_slower or is_slower:
                 self._drop(contestant)
 
     def _are_equal(self) -> bool:
-        """Return whether no more than one candidate runs, or all of them are timed and equally fast."""
+        """Return whether at most one candidate is left, or all are timed and equally fast."""
         if len(self.running) < 2:
             return True
         for contestant in self.running:
@@ -268,7 +266,7 @@ class _Race:
         self.predictions[index] = replace(self.predictions[index], trial=contestant.trial)
 
     def _is_over(self) -> bool:
-        """Return whether the time for the choice is over, equal on all ranks."""
+        """Return whether the time for the choice is over, equally on all ranks."""
         # A choice needs at least two candidates.
         if self._num_opened < _MIN_TRIED:
             return False
@@ -276,7 +274,7 @@ class _Race:
         return self._elapsed_s > max(MIN_TRIAL_S, MAX_SHARE * self._config.epochs * fastest_s)
 
     def _find_obstacle(self, prediction: Prediction) -> str:
-        """Return why the candidate need not be tried, or ""."""
+        """Say why the candidate need not be tried, or return ""."""
         best_s = min(map(self._weigh_seconds, self.running), default=math.inf)
         network_s = prediction.network_s * self._config.constraints.weight(prediction.candidate)
         # Rows between accelerators do not use the measured links.
@@ -302,7 +300,7 @@ class _Race:
             self._closed_for_memory.append(slowest.index)
 
     def _open(self, index: int) -> str:
-        """Open a candidate and time its first turn. Return the reason if a rank refuses it."""
+        """Open a candidate and time its first turn. If a rank refuses it, return why."""
         runs: list[CandidateRun] = []
 
         def open_run() -> tuple[float, int]:
@@ -321,7 +319,7 @@ class _Race:
         return refusal
 
     def _time_turn(self, contestant: _Contestant, num_steps: int) -> None:
-        """Time a turn of about ``num_steps``. Drop the candidate if the strategy refuses on a rank."""
+        """Time about ``num_steps`` steps. Drop the candidate if its strategy refuses on a rank."""
         index = contestant.index
         seconds, num_timed, refusal = self._run_turn(index, lambda: contestant.run.take_turn(num_steps))
         if refusal:
@@ -334,8 +332,10 @@ class _Race:
     def _run_turn(self, index: int, take_turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
         """Let the candidate at ``index`` take a turn on all ranks.
 
-        Return the seconds of an epoch on the slowest rank, the number of timed steps, and the reason if a
-        rank refuses the candidate, otherwise "".
+        Returns:
+            Seconds per epoch on the slowest rank, the number of timed steps, and why a rank refuses the
+                candidate
+            ("" if none does).
         """
         seconds = 0.0
         num_steps = 0
@@ -356,7 +356,7 @@ class _Race:
         elapsed_s = time.perf_counter() - self._begin
         reports = gather_json([seconds, num_steps, refusal, elapsed_s], self._session)
         all_seconds, all_steps, refusals, all_elapsed_s = zip(*reports, strict=True)
-        # The clock of rank 0 decides for all ranks whether the time is over.
+        # Rank 0's clock decides for all ranks whether the time is over.
         self._elapsed_s = float(all_elapsed_s[0])
         first_refusal = next(filter(None, refusals), "")
         return max(map(float, all_seconds)), int(all_steps[0]), str(first_refusal)
@@ -364,7 +364,7 @@ class _Race:
 
 @final
 class CandidateRun:
-    """A candidate that is open in the job, with its own copy of the model, loader and cache.
+    """A candidate that is open in the job, with its own copy of the model, its own loader and its own cache.
 
     Every rank must create, use and close it. ConfigError if the strategy refuses the model or the graph.
     """
@@ -405,7 +405,7 @@ class CandidateRun:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of an epoch."""
+        """Steps per epoch."""
         return len(self._loader)
 
     def close(self) -> None:
@@ -414,9 +414,9 @@ class CandidateRun:
         self._cache = None
 
     def take_turn(self, num_steps: int) -> tuple[float, int]:
-        """Train for about ``num_steps`` steps. Return the seconds of an epoch and the number of timed steps.
+        """Train for about ``num_steps`` steps. Return the seconds per epoch, and how many steps were timed.
 
-        A trainer, and a turn that is not shorter than an epoch, trains for whole epochs.
+        A trainer always takes whole epochs. So does a turn that is at least as long as an epoch.
         """
         epoch_steps = self.num_steps
         with self._install_cache():
@@ -462,7 +462,7 @@ class CandidateRun:
                     self._inputs.drop_gradients()
 
     def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:
-        """Fill a cache for ``candidate``, restore the one of the column, and return the filled cache."""
+        """Fill a cache for ``candidate`` and return it. The column keeps the cache that it had before."""
         assert draws is not None, "caches belong to mini-batches"
         uncached = self._find_column()
         fill_cache(self._g, candidate, draws.fanouts, draws.batch_size)
@@ -476,7 +476,7 @@ class CandidateRun:
 
     @contextmanager
     def _install_cache(self) -> Iterator[None]:
-        """Use the cache of this candidate in the block. All candidates share the store's columns."""
+        """Use this candidate's cache in the block. All candidates share the store's columns."""
         if self._cache is None:
             yield
             return
@@ -491,7 +491,7 @@ class CandidateRun:
 
 
 def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
-    """Fill the cache that ``candidate`` names for batches of a neighbour sampler. Every rank must call it."""
+    """Fill the cache that ``candidate`` names, for neighbour-sampled batches. Every rank must call it."""
     assert candidate.cache is not None
     options: dict[str, Any] = {}
     if candidate.cache == "vip":
@@ -500,7 +500,7 @@ def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 
 
 def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConfig) -> Any:
-    """Return the loader of ``candidate`` over the training nodes or edges."""
+    """Return the loader that ``candidate`` uses for the training nodes or edges."""
     g = config.g
     draws = config.draws
     ntype = config.ntype
@@ -513,7 +513,7 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
         fanouts = list(draws.fanouts)
 
     if config.links is not None:
-        # Strategies of whole graphs have batches of edges, too.
+        # Strategies on whole graphs also have batches with edges.
         return link_loader(
             g,
             config.links.targets,
@@ -554,7 +554,7 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
     step_share = session.step_share
     model_share = session.model_share
 
-    # All ranks use the folder of rank 0.
+    # All ranks use rank 0's folder.
     parent = g.dataset.folder / CACHE
     folder = parent / str(broadcast_json(partial_name(parent / "trials").name, session))
     g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)

@@ -1,7 +1,7 @@
-"""Bytes and work that an epoch with mini-batches needs, counted exactly, and statistics of graphs.
+"""Count the bytes and work that an epoch with mini-batches needs, and collect statistics of graphs.
 
-The draws of training are keyed by seed, epoch and global id, so one process can build the batches of every
-rank. The bytes that follow from them are exactly those of the run.
+Training draws its batches by seed, epoch and global id, so one process can build every rank's batches. The
+bytes computed from them are exactly the bytes that the run sends.
 """
 
 from __future__ import annotations
@@ -54,61 +54,61 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a cache must know about the inputs of a batch, on a graph with one type."""
+    """Facts that a cache must know about a batch's inputs, on a graph with one type."""
 
     remote_ids: Array
-    """(K,) int64 input nodes of other servers."""
+    """(K,) int64 input nodes on other servers."""
     num_bytes: int
-    """Bytes of the batch without columns."""
+    """The batch's bytes without columns."""
 
 
 EDGE_BYTES = 24
-"""Bytes of a returned edge: source, destination and id."""
+"""Bytes per returned edge: source, destination and id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCount:
-    """Counts of one rank's batches. JSON values."""
+    """Counts for one rank's batches, as JSON values."""
 
     seeds: int
     steps: int
-    """Number of batches of the rank's loader, counted or not. All ranks of a job have the same number."""
+    """Batches in the rank's loader, counted or not. All ranks in a job have equally many."""
     counted_steps: int
     remote_rows: dict[str, int]
-    """Number of input rows that other servers own, by node type."""
+    """Input rows that other servers own, by node type."""
     peer_rows: dict[str, int] = field(default_factory=dict)
-    """Number of input rows that other ranks of the same server own, by node type."""
+    """Input rows that other ranks on the same server own, by node type."""
     remote_seeds: int
-    """Number of targets of the last layer with labels on another server."""
+    """Targets in the last layer with labels on another server."""
     sources: list[int]
-    """(L,) input rows of each layer, input-most first."""
+    """(L,) input rows by layer, input-most first."""
     targets: list[int]
-    """(L,) output rows of each layer."""
+    """(L,) output rows by layer."""
     edges: list[int]
-    """(L,) edges of each layer."""
+    """(L,) edges by layer."""
     requested: int
-    """Number of nodes of other servers for which in-edges were drawn."""
+    """Nodes on other servers for which in-edges were drawn."""
     returned: int
-    """Number of in-edges drawn for these nodes."""
+    """In-edges drawn for these nodes."""
     largest: list[list[int]]
-    """(3, L) sources, targets and edges of the batch with the most input rows."""
+    """(3, L) sources, targets and edges in the batch with the most input rows."""
     first_sources: dict[str, int] = field(default_factory=dict)
-    """Number of sources of layer 1 by node type."""
+    """Sources in layer 1 by node type."""
     first_targets: dict[str, int] = field(default_factory=dict)
     first_edges: list[int] = field(default_factory=list)
-    """(R,) edges of layer 1 by edge type."""
+    """(R,) edges in layer 1 by edge type."""
     caches: list[dict[str, Any]] = field(default_factory=list)
-    """The :class:`CacheHits` of this rank for each counted cache."""
+    """This rank's :class:`CacheHits` for each counted cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSizes:
-    """Bytes of rows and gradients."""
+    """Bytes that rows and gradients take."""
 
     features: Mapping[str, int]
-    """Bytes of a node's features, for the node types that have features."""
+    """Feature bytes per node, for the node types that have features."""
     label: int | None
-    """Bytes of a label. None: labels are not sent."""
+    """Bytes per label. None: labels are not sent."""
     gradients: int
     """Bytes of all gradients in a step, including a flag (one element) for each tensor."""
     partitioned: bool
@@ -118,7 +118,7 @@ class RowSizes:
 
 
 def read_row_sizes(g: DistGraph, gradients: int, ntype: str | None = None, *, partitioned: bool) -> RowSizes:
-    """Return the sizes of the rows of ``g``. Labels are those of ``ntype``, by default the only type."""
+    """Read how many bytes the rows in ``g`` take. Labels are on ``ntype``, by default the only type."""
     feature_bytes = {}
     for name in g.ntypes:
         if FEATURE in g.nodes[name].data:
@@ -152,16 +152,16 @@ def count_rank(
     ntype: str | None = None,
     inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
-    """Build and count the batches of one rank. ``g`` may be open on one rank. All ranks call this.
+    """Build and count one rank's batches. Every rank calls this, unless ``g`` is open in one process alone.
 
     Args:
         g: The graph, which has the structure that the batches need.
-        draws: Parameters of the batches.
-        seeds: (K,) int64 marked nodes of all ranks, ascending. The rank counts its share.
-        topology: Topology of the rank.
-        bounds: (S + 1,) int64 first node of each server by node type.
+        draws: How the batches are drawn.
+        seeds: (K,) int64 marked nodes on all ranks, ascending. The rank counts its share.
+        topology: The rank's topology.
+        bounds: (S + 1,) int64 first node on each server, by node type.
         ntype: Type of the seeds. None: the only one.
-        inputs_of: On a graph with one type, the inputs of each batch are appended to this list.
+        inputs_of: On a graph with one type, each batch's inputs are appended to this list.
     """
     ntype = ntype or g.ntypes[0]
     rank_seeds = split_ids(seeds, bounds[ntype], topology, force_even=draws.force_even)[: draws.most_seeds]
@@ -169,7 +169,7 @@ def count_rank(
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, {ntype: rank_seeds}, sampler, batch_size=draws.batch_size, **options)
 
-    # The stages of the loader draw a run's batches, but fetch no rows here.
+    # The loader's stages draw a run's batches, but fetch no rows here.
     counter = _BatchCounter(g, ntype, topology, bounds, len(draws.fanouts))
     steps = range(len(loader))[: draws.most_batches]
     stages = loader.open_stages(draws.epoch, lambda: iter(steps), claims=False)
@@ -200,14 +200,14 @@ def count_rank(
 
 @final
 class _BatchCounter:
-    """Sums over the batches of one rank."""
+    """Adds up one rank's batches."""
 
     def __init__(
         self, g: DistGraph, ntype: str, topology: Topology, bounds: Mapping[str, Array], num_layers: int
     ) -> None:
         self._g = g
         self._ntype = ntype
-        # Nodes of this rank's server, and of this rank, as (first, end) by type.
+        # Nodes on this rank's server, and on this rank, as (first, end) by type.
         self._server_ranges: dict[str, tuple[int, int]] = {}
         self._rank_ranges: dict[str, tuple[int, int]] = {}
         for name, starts in bounds.items():
@@ -216,9 +216,9 @@ class _BatchCounter:
             self._rank_ranges[name] = RowOwners(starts, topology).get_range(topology.rank)
 
         self.sizes = np.zeros((3, num_layers), np.int64)
-        """Sources, targets and edges of each layer, summed over the batches."""
+        """Sources, targets and edges by layer, summed over the batches."""
         self.largest = np.zeros((3, num_layers), np.int64)
-        """The same numbers of the batch with the most input rows."""
+        """The same numbers for the batch with the most input rows."""
         self.remote_rows = dict.fromkeys(g.ntypes, 0)
         self.peer_rows = dict.fromkeys(g.ntypes, 0)
         self.remote_seeds = 0
@@ -229,7 +229,7 @@ class _BatchCounter:
         self.first_edges = np.zeros(len(g.canonical_etypes), np.int64)
 
     def add(self, batch: MiniBatch) -> Inputs:
-        """Count ``batch``. Return its inputs of the seeds' type."""
+        """Count ``batch``, and return its inputs with the seeds' type."""
         ntype = self._ntype
         input_ids = _by_type(batch.input_nodes, self._g)
         for name, ids in input_ids.items():
@@ -262,7 +262,7 @@ class _BatchCounter:
         self.first_edges += [int(block.num_edges(etype)) for etype in self._g.canonical_etypes]
 
     def _add_requests(self, block: Any) -> None:
-        """Count the nodes of other servers for which in-edges were drawn, and these edges."""
+        """Count the nodes on other servers for which in-edges were drawn, and these edges."""
         for etype in self._g.canonical_etypes:
             target_type = etype[2]
             nodes = block.dstnodes[target_type].data[dgl.NID].numpy()
@@ -272,7 +272,7 @@ class _BatchCounter:
 
 
 def _by_type(nodes: Tensor | Mapping[str, Tensor], g: DistGraph) -> dict[str, Array]:
-    """Return (K,) int64 ids by node type. A tensor has the ids of the only type."""
+    """Return (K,) int64 ids by node type. A tensor holds ids for the only type."""
     if isinstance(nodes, Tensor):
         return {g.ntypes[0]: nodes.numpy()}
     return {ntype: ids.numpy() for ntype, ids in nodes.items()}
@@ -281,18 +281,23 @@ def _by_type(nodes: Tensor | Mapping[str, Tensor], g: DistGraph) -> dict[str, Ar
 def simulate_look_ahead(
     epochs: Sequence[Sequence[Inputs]], alpha: float, topology: Topology, bounds: Array, row_bytes: int
 ) -> tuple[int, int]:
-    """Return the hits in the last epoch, and the bytes, of a rank's look-ahead cache.
+    """Simulate a rank's look-ahead cache, and return its hits in the last epoch and its bytes.
 
-    The simulation runs the loader's code on the input nodes of each batch in ``epochs``, but fetches no rows.
-    The caches of a server's ranks have ``alpha`` times as many rows as the server owns. ``bounds`` has the
-    (S + 1,) first row of each server.
+    The simulation runs the loader's code on each batch's input nodes, but fetches no rows.
+
+    Args:
+        epochs: By epoch, the batches' inputs.
+        alpha: Rows in the caches on a server, relative to the rows that the server owns.
+        topology: The rank's topology.
+        bounds: (S + 1,) first row on each server.
+        row_bytes: Size of a row.
     """
     first, end = bounds[topology.server : topology.server + 2].tolist()
     num_rows = int(bounds[-1])
     ranks_of_server = topology.ranks_of_server(topology.server)
     capacity = count_rows_of_rank(alpha, (first, end), num_rows, len(ranks_of_server))
 
-    # The rows of the simulated cache are empty.
+    # Rows in the simulated cache are empty.
     info = ColumnInfo(dtype="uint8", row_shape=(0,))
     simulation = _CacheSimulation(LookAheadRows(capacity, info, (first, end), num_rows), topology, bounds)
     num_hits = 0
@@ -303,7 +308,7 @@ def simulate_look_ahead(
 
 @final
 class _CacheSimulation:
-    """A rank's look-ahead cache that takes rows without values."""
+    """A look-ahead cache on one rank that takes rows without values."""
 
     def __init__(self, rows: LookAheadRows, topology: Topology, bounds: Array) -> None:
         self._rows = rows
@@ -314,7 +319,7 @@ class _CacheSimulation:
         """Largest size that the tables for the cache and for the prefetched batches had."""
 
     def run_epoch(self, epoch: Sequence[Inputs]) -> int:
-        """Return the number of remote rows of ``epoch`` that the cache has."""
+        """Return how many remote rows in ``epoch`` the cache has."""
         self._rows.claim()
         batches = look_ahead(self._announce(epoch), {FEATURE: self._rows}, self._fetch)
         num_hits = sum(batch.hits for batch in batches)
@@ -337,7 +342,7 @@ class _CacheSimulation:
 
 @dataclass(kw_only=True)
 class _Announced:
-    """Batch of the simulation, with the fields that the loader's code reads."""
+    """A simulated batch, with the fields that the loader's code reads."""
 
     inputs: Mapping[str, Array]
     num_bytes: int
@@ -350,7 +355,7 @@ def _is_outside(nodes: Any, id_range: tuple[int, int]) -> Any:
 
 
 def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists of L numbers: sources, targets and edges of each block."""
+    """Return three lists with L numbers: each block's sources, targets and edges."""
     return (
         [int(block.num_src_nodes()) for block in blocks],
         [int(block.num_dst_nodes()) for block in blocks],
@@ -359,13 +364,13 @@ def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list
 
 
 def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
-    """Return the totals of the counts of all W ranks."""
+    """Add up the counts from all W ranks."""
     world_size = len(ranks)
     num_steps = max(rank.steps for rank in ranks)
     remote_rows = _sum_by_type([rank.remote_rows for rank in ranks])
     peer_rows = _sum_by_type([rank.peer_rows for rank in ranks])
 
-    # Rows of types without features are trained.
+    # Rows for types without features are trained.
     feature_bytes = 0
     trained_outside = 0
     trained_inside = 0
@@ -414,7 +419,7 @@ def _sum_by_type(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
-    """Return the work of an epoch. Counts of a part of the epoch are scaled to the whole epoch."""
+    """Combine the ranks' counts. Counts for a part of the epoch are scaled to the whole epoch."""
     scaled = [_scale_to_epoch(rank) for rank in ranks]
     sources, targets, edges = max(scaled, key=lambda rank: rank.largest[0][0]).largest
     caches = []
@@ -430,7 +435,7 @@ def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSiz
 
 
 def _join_cache_hits(ranks: Sequence[Mapping[str, Any]]) -> CacheHits:
-    """Return the hits of a cache over all ``ranks``. The bytes are those of the largest cache."""
+    """Add up a cache's hits over all ``ranks``. The bytes are taken from the largest cache."""
     fields = dict(ranks[0])
     for name in ("hits", "once_rows"):
         fields[name] = sum(rank[name] for rank in ranks)
@@ -440,10 +445,10 @@ def _join_cache_hits(ranks: Sequence[Mapping[str, Any]]) -> CacheHits:
 
 
 def _scale_to_epoch(count: RankCount) -> RankCount:
-    """Return ``count`` with the estimated counts of the whole epoch, if not all batches were counted."""
+    """Scale ``count`` to the whole epoch if not all batches were counted."""
     if count.counted_steps >= count.steps or not count.counted_steps:
         return count
-    # The factor compares targets, not steps, because the last batch of an epoch may be smaller.
+    # The factor compares targets, not steps, because an epoch's last batch may be smaller.
     factor = count.seeds / max(count.targets[-1], 1)
 
     values = {}
@@ -462,16 +467,16 @@ def _scale_to_epoch(count: RankCount) -> RankCount:
 
 
 _MAX_EDGES = 2_000_000_000
-"""Largest number of edges to follow, over ranks and hops. Above it ``vip`` is not counted."""
+"""Maximum number of edges to follow, over ranks and hops. Above it, ``vip`` is not counted."""
 
 
 def count_batches(
     run: PlannedRun, draws: Draws, caches: Sequence[tuple[str, float]], sizes: RowSizes
 ) -> BatchWork:
-    """Count an epoch of mini-batches, and the hits of several caches. Every rank must call this.
+    """Count an epoch with mini-batches, and several caches' hits. Every rank must call this.
 
-    ``caches`` has the policy and each cache's size, as a fraction of the server's nodes. If all batches
-    are counted, a cache that looks ahead begins with rows of the previous epoch.
+    ``caches`` has each cache's policy, and its size as a fraction of the server's nodes. If all batches are
+    counted, a cache that looks ahead begins with rows from the previous epoch.
     """
     num_edges = run.g.num_edges() * len(draws.fanouts) * run.partition.topology.world_size
     policies = [LOOK_AHEAD]
@@ -507,9 +512,11 @@ def count_batches(
 def _count_epochs(
     run: PlannedRun, draws: Draws, caches: Sequence[tuple[str, float]], topology: Topology
 ) -> tuple[RankCount, list[list[Inputs]]]:
-    """Count a rank's batches. Return the counts, and the inputs of the previous and of this epoch.
+    """Count a rank's batches.
 
-    The inputs of an epoch are empty if no cache needs them.
+    Returns:
+        The counts, and the inputs in the previous and in this epoch. An epoch's inputs are empty if no cache
+        needs them.
     """
     inputs: list[Inputs] = []
     previous_inputs: list[Inputs] = []
@@ -529,13 +536,13 @@ def _count_epochs(
 def _count_vip_hits(
     alpha: float, is_cached: Array, epoch: Sequence[Inputs], topology: Topology, row_bytes: int
 ) -> CacheHits:
-    """Return the hits of a ``vip`` cache on a rank. ``is_cached`` has an (N,) mask of the cached rows."""
+    """Count the hits in a rank's ``vip`` cache. ``is_cached`` is an (N,) mask that marks cached rows."""
     num_rows = int(is_cached.sum())
     num_hits = 0
     for inputs in epoch:
         num_hits += int(is_cached[inputs.remote_ids].sum())
 
-    # The first rank of a server fetches for all.
+    # The server's first rank fetches for all.
     num_fetched = 0
     if topology.local_rank == 0:
         num_fetched = num_rows
@@ -544,13 +551,17 @@ def _count_vip_hits(
         alpha=alpha,
         hits=num_hits,
         once_rows=num_fetched,
-        # A slot of the table takes 4 bytes.
+        # A slot in the table takes 4 bytes.
         server_bytes=num_rows * (row_bytes + 4),
     )
 
 
 def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
-    """Return (N,) masks of the rows in ``vip`` caches, by server counted here and size. Collective."""
+    """Mark the rows in ``vip`` caches. Every rank must call this.
+
+    Returns:
+        (N,) masks by (server, size), for the servers counted here.
+    """
     masks: dict[tuple[int, float], Array] = {}
     if not alphas:
         return masks
@@ -569,13 +580,13 @@ def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[t
 
 
 def _score_in_job(g: DistGraph, draws: Draws) -> Array:
-    """Return (N,) float64: the expected number of this server's ranks that need each row in a step."""
+    """Return (N,) float64: how many ranks on this server are expected to need each row in a step."""
     request = CacheRequest(FEATURE, g.ntypes[0], 0.0, "vip", None, list(draws.fanouts), draws.batch_size)
     return compute_vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
 
 
 def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
-    """Return the same scores as :func:`_score_in_job` for any ``server``, computed by this process alone."""
+    """Compute what :func:`_score_in_job` returns for any ``server``, in this process alone."""
     g = run.g
     partition = run.partition
     etype = g.canonical_etypes[0]
@@ -599,10 +610,11 @@ _EDGES_AT_ONCE = 1 << 20
 
 
 def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
-    """Return the statistics of a dataset on ``servers`` servers. All its edges are read once.
+    """Read a dataset's statistics for ``servers`` servers. All its edges are read once.
 
-    Raises ConfigError if columns are missing, or there are fewer parts than servers, and StorageError if a
-    part is missing or damaged.
+    Raises:
+        ConfigError: If columns are missing, or there are fewer parts than servers.
+        StorageError: If a part is missing or damaged.
     """
     manifest = dataset.manifest
     ntype = check_plannable(manifest, str(dataset.folder))
@@ -616,7 +628,7 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
         for etype in manifest.edge_types:
             first, end = bounds[etype[0]][server : server + 2].tolist()
             sources = part.indices(etype)
-            # The edges of a part may not fit in memory, so they are read in pieces.
+            # A part's edges may not fit in memory, so they are read in pieces.
             for start in range(0, len(sources), _EDGES_AT_ONCE):
                 is_cut = _is_outside(sources[start : start + _EDGES_AT_ONCE], (first, end))
                 num_cut += int(np.count_nonzero(is_cut))
@@ -627,7 +639,7 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
 
 
 def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
-    """Return the statistics of a dataset with ``train_nodes`` training nodes, without reading the graph."""
+    """Estimate a dataset's statistics with ``train_nodes`` training nodes, without reading the graph."""
     num_columns = 0
     feature_bytes = 0
     all_feature_bytes = 0
@@ -641,8 +653,8 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
         feature_bytes += row_bytes
         all_feature_bytes += row_bytes * manifest.num_nodes(ntype)
 
-    # The manifest has the edges between parts. If P parts are on fewer servers, edges between parts of one
-    # server are not cut.
+    # The manifest counts edges between parts. If P parts are on fewer servers, edges between parts on the
+    # same server are not cut.
     cut = float(str(manifest.quality.get("edge_cut", 0.0)))
     num_parts = manifest.num_parts
     cut_factor = (servers - 1) / servers * num_parts / max(num_parts - 1, 1)
@@ -661,9 +673,10 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
 
 
 def check_plannable(manifest: Manifest, where: str) -> str:
-    """Return the type of the training nodes. ``where`` names the dataset in errors.
+    """Return the training nodes' type. ``where`` names the dataset in errors.
 
-    Raises ConfigError if no plan can be made for the dataset.
+    Raises:
+        ConfigError: If no plan can be made for the dataset.
     """
     if manifest.is_homogeneous:
         ntype = manifest.node_types[0]
@@ -683,7 +696,7 @@ def check_plannable(manifest: Manifest, where: str) -> str:
 def check_choosable(manifest: Manifest, where: str, ntype: str | None = None) -> None:
     """Raise ConfigError if a running job cannot compare strategies on the dataset.
 
-    ``ntype`` is the type of the training nodes. None: it is not known yet.
+    ``ntype`` is the training nodes' type. None: it is not known yet.
     """
     if manifest.is_homogeneous:
         check_plannable(manifest, where)

@@ -1,1 +1,1 @@
-"""Tables, pictures and pages from run records."""
+"""Make tables, pictures and pages from run records."""

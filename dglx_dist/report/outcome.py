@@ -1,4 +1,4 @@
-"""Costs of a finished run beside its prediction, as entries of ``summary.json``."""
+"""Compare a finished run's costs with its prediction, as entries for ``summary.json``."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from dglx_dist.training.fit_config import FitResult
 
 
 def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None if the run has no plan.
+    """Read ``plan.json`` for the run in ``folder`` on rank 0. Return None if the run has no plan.
 
     Every rank must call this. Raises StorageError on all ranks if the file is damaged.
     """
@@ -45,7 +45,7 @@ def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
 
 
 def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
-    """Return the measured cost. Bytes are those of ``epoch``, or of the last epoch if it is missing."""
+    """Return the measured cost. Bytes are taken from ``epoch``, or from the last epoch if it is missing."""
     matches = [record for record in epochs if record.epoch == epoch]
     record = matches[0] if matches else epochs[-1]
     seconds = summarise(facts, epochs)["epoch_seconds"]
@@ -59,7 +59,7 @@ def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str,
 
 
 def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
+    """Summarize ``Choice.to_json()`` for ``summary.json``: prediction, and outcome if any."""
     picked = value["predictions"][value["picked"]]
     outcome = value["outcome"]
     entry: dict[str, object] = {
@@ -82,7 +82,7 @@ def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
 
 
 def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, accuracies, the model's device and peak memory. Every rank must call this."""
+    """Collect strategy, ranks, accuracies, the model's device and peak memory. Every rank must call this."""
     device = find_float_parameter(model).device
     device_name = str(device)
     device_peak = None
@@ -90,7 +90,7 @@ def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict
         device_name = f"cuda ({torch.cuda.get_device_name(device)})"
         device_peak = torch.cuda.max_memory_reserved(device)
     host_peaks, device_peaks = zip(*gather_json([peak_bytes(), device_peak], session), strict=True)
-    # Ranks that compute on CPUs have no peak on a device.
+    # Ranks that compute on CPUs have no device peak.
     gpu_peaks = [peak for peak in device_peaks if peak is not None]
 
     facts: dict[str, Any] = {

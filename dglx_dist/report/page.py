@@ -1,4 +1,4 @@
-"""One self-contained HTML page of one or several runs, with figures by Plotly and sortable tables."""
+"""Write one self-contained HTML page for one or several runs, with Plotly figures and sortable tables."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, fla
 
 Values: TypeAlias = Mapping[str, Any]
 Cells: TypeAlias = Mapping[str, tuple[object, str]]
-"""Value to sort by, and text, of each column."""
+"""By column, the value to sort by and the text."""
 _ABSENT = (None, "-")
 _SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
 _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
 _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|.*bytes_.*")
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 _MAX_BARS = 12
-"""Maximum number of candidates in the figure of a plan."""
+"""Maximum number of candidates in a plan's figure."""
 _BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="generator" content="dglx report">"""
 
@@ -36,7 +36,7 @@ def escape(text: str, quote: bool = True) -> str:
 
 
 def check_page(path: Path) -> None:
-    """Raise ConfigError if ``path`` does not end in .html, or is a file but no page of a report."""
+    """Raise ConfigError if ``path`` does not end in .html, or is a file but no report page."""
     try:
         may_replace = not path.exists()
         if path.is_file():
@@ -51,9 +51,10 @@ def check_page(path: Path) -> None:
 
 
 def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] | None = None) -> None:
-    """Write the page of named ``runs`` to ``path`` atomically. Raise ConfigError if Plotly is not installed.
+    """Write the page for the named ``runs`` to ``path`` atomically.
 
-    ``means`` over seeds (:func:`dglx_dist.report.tables.spread_cells`) are added to its first table.
+    ``means`` over seeds (:func:`dglx_dist.report.tables.spread_cells`) are added to its first table. Raises
+    ConfigError if Plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -67,7 +68,10 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
 
 
 def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
-    """Return the page. ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
+    """Render the page.
+
+    ``plotly`` is the source text of plotly.js. Only that and the page's own script can run.
+    """
     title = escape(", ".join(runs))
     summaries: dict[str, Values] = {}
     unfinished = ""
@@ -75,13 +79,13 @@ def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells]
         summaries[name] = run.summary or summarise({}, run.epochs)
         if not run.summary:
             unfinished += f"<p>{escape(name)} did not finish, or still runs.</p>"
-    # The choice by ``auto`` has its own section, so the table of runs leaves it out.
+    # The choice by ``auto`` has its own section, so the table with runs leaves it out.
     rows: dict[str, Cells] = {}
     for name, summary in summaries.items():
         rows[name] = flat_cells({**summary, "auto": {}})
     rows |= means or {}
 
-    # The figures are in the order of the page, because the script finds their places by number.
+    # The figures are in the page's order, because the script finds their places by number.
     figures = _Figures()
     learning = _draw_curves(figures, runs)
     costs = ""
@@ -95,7 +99,7 @@ def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells]
             plans += _describe_plan(figures, name, plan)
 
     script_hashes = f"{_hash_script(plotly)} {_hash_script(_SCRIPT)}"
-    # A text in the data may contain the end tag of the script.
+    # A text in the data may contain the script's end tag.
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
     return f"""{_BEGIN}<title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -114,23 +118,23 @@ style-src 'unsafe-inline'; script-src {script_hashes}">
 
 
 def _hash_script(script: str) -> str:
-    """Return the source expression of the Content Security Policy that allows ``script``."""
+    """Return the Content Security Policy's source expression that allows ``script``."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{b64encode(digest).decode()}'"
 
 
 @final
 class _Figures(list[Values]):
-    """Data and layouts of the figures for Plotly."""
+    """The figures' data and layouts for Plotly."""
 
     def place(self, title: str, traces: Sequence[Values], layout: Values) -> str:
-        """Add a figure and return the markup of its place."""
+        """Add a figure and return the markup for its place."""
         self.append({"data": traces, "layout": layout})
         return f'<figure><figcaption>{escape(title)}</figcaption><div class="plot"></div></figure>'
 
 
 def _label(text: str, most: int = 36) -> str:
-    """Return ``text`` with at most ``most`` characters, as a label for Plotly, which interprets tags."""
+    """Shorten ``text`` to ``most`` characters, as a label for Plotly, which interprets tags."""
     if len(text) > most:
         # The middle is cut, because names often differ only at their end.
         half = most // 2
@@ -139,7 +143,7 @@ def _label(text: str, most: int = 36) -> str:
 
 
 def _axes(x: str, y: str = "", *, grid: bool = True, **more: Any) -> dict[str, Any]:
-    """Return a layout with the titles of the axes and ``more`` entries."""
+    """Build a layout with axis titles and ``more`` entries."""
     return {
         "xaxis": {"title": {"text": x, "standoff": 8}, "showgrid": grid},
         "yaxis": {"title": {"text": y, "standoff": 8}, "showgrid": grid},
@@ -176,7 +180,7 @@ def _draw_curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
                 "x": epochs,
                 "y": values,
             }
-            # Curves of the splits of a metric share a figure.
+            # A metric's curves for all splits share a figure.
             title = _SPLIT.sub("", name).rpartition("/")[2].replace("_", " ")
             panels.setdefault(title, []).append(trace)
 
@@ -184,7 +188,7 @@ def _draw_curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
 
 
 def _draw_memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
-    """Place a figure with the peak memory of the ranks, or return "" if no run has measured it."""
+    """Place a figure with the ranks' peak memory, or return "" if no run has measured it."""
     bars = []
     for run_index, (name, summary) in enumerate(summaries.items()):
         rank_bytes = summary.get("rank_memory_bytes")
@@ -203,7 +207,7 @@ def _draw_memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
 
 
 def _draw_cost(figures: _Figures, name: str, run: Run) -> str:
-    """Place a figure of the seconds and one of each epoch's bytes."""
+    """Place two figures that show each epoch's seconds and bytes."""
     epochs = [record.epoch for record in run.epochs]
 
     def make_bars(columns: Iterable[tuple[str, str, str]], unit: float = 1.0) -> list[dict[str, Any]]:
@@ -213,7 +217,7 @@ def _draw_cost(figures: _Figures, name: str, run: Run) -> str:
             bars.append(_bar(label, epochs, values, color))
         return bars
 
-    # Phases of the loader's threads run beside the others, so they are lines.
+    # Phases on the loader's threads run beside the others, so they are lines.
     line_style = {"type": "scatter", "mode": "lines", "line": {"dash": "dash"}}
     times = make_bars(PHASES)
     for bar in make_bars(HIDDEN):
@@ -231,13 +235,13 @@ def _draw_cost(figures: _Figures, name: str, run: Run) -> str:
 
 
 def _draw_traffic(figures: _Figures, name: str, summary: Values) -> str:
-    """Place a map of the bytes between ranks, or return "" if the summary has none."""
+    """Place a map with the bytes between ranks, or return "" if the summary has none."""
     phases: Mapping[str, Sequence[tuple[int, int, int]]] = summary.get("traffic") or {}
     ends = set()
     for rows in phases.values():
         for source, destination, _ in rows:
             ends |= {source, destination}
-    # Runs of one rank send nothing.
+    # Runs on one rank send nothing.
     if not ends:
         return ""
 
@@ -257,7 +261,7 @@ def _draw_traffic(figures: _Figures, name: str, summary: Values) -> str:
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
     trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "z": sums, "text": texts}
     trace |= {"texttemplate": "", "hovertext": hover_texts, "hoverinfo": "text"}
-    # Texts do not fit in the small cells of many ranks.
+    # Texts do not fit in the small cells that many ranks need.
     if len(ranks) <= 12:
         trace["texttemplate"] = "%{text}"
     layout = _axes("to", "from", grid=False)
@@ -266,7 +270,7 @@ def _draw_traffic(figures: _Figures, name: str, summary: Values) -> str:
 
 
 def _describe_plan(figures: _Figures, name: str, plan: Values) -> str:
-    """Return the section with the candidates of ``auto`` and the reasons of the choice."""
+    """Build the section with the candidates that ``auto`` compared, and why it chose one."""
     seconds: list[float] = []
     labels: list[str] = []
     rows: dict[str, Cells] = {}
@@ -299,7 +303,7 @@ def _describe_plan(figures: _Figures, name: str, plan: Values) -> str:
 
 
 def _list_options(runs: Mapping[str, Run]) -> str:
-    """Return a table with the options of all runs. Options with several values are marked."""
+    """Build a table with all runs' options. Options with several values are marked."""
     rows: dict[str, dict[str, tuple[object, str]]] = {}
     for name, run in runs.items():
         for option, cell in flat_cells(run.config).items():
@@ -315,7 +319,7 @@ def _list_options(runs: Mapping[str, Run]) -> str:
 
 
 def _build_table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -> str:
-    """Return a table with the cells of named ``rows``. ``corner`` is the heading of the names."""
+    """Build a table with a row for each of the named ``rows``. ``corner`` is the heading above the names."""
     columns: dict[str, None] = {}
     for cells in rows.values():
         columns |= dict.fromkeys(cells)

@@ -1,4 +1,4 @@
-"""Pictures as PNG files: epochs, parts, expansion, and schedules from traces."""
+"""Draw pictures as PNG files: epochs, parts, expansion, and schedules from traces."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,11 +32,10 @@ from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, for
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
-    """Return how much of the transfer time, or of a worker's task time, the rank computed, too. It is a
-    share.
+    """Return the share of transfer time in which the rank also computed, summed over the ranks.
 
-    The time of a rank is that in which at least one span of ``row`` runs, summed over the ranks. Waiting is
-    not computing. None without such spans.
+    With the workers' ``row``, it is their task time instead of transfer time. Waiting is not computing.
+    Return None if no span is in ``row``.
     """
     busy_s = 0.0
     overlap_s = 0.0
@@ -45,7 +44,7 @@ def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
         work = [span for span in rank.spans if span.row in (COMPUTE, GRAPH_SERVER)]
         waits = [span for span in work if is_wait(span)]
         busy_s += _sum_covered(busy)
-        # Computing time that no span of the row overlaps is subtracted.
+        # Computing time that no span in the row overlaps is subtracted.
         alone_s = _sum_covered([*busy, *work]) - _sum_covered([*busy, *waits])
         overlap_s += _sum_covered(work) - _sum_covered(waits) - alone_s
 
@@ -72,10 +71,10 @@ def _sum_covered(spans: Iterable[Span]) -> float:
 def _choose_range(
     trace: TraceFile, row: str, requested: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
 ) -> tuple[int, int]:
-    """Return the first and the last batch to draw, which have spans of ``row``.
+    """Return the first and the last batch to draw, which have spans in ``row``.
 
-    ``requested`` is the range of the user. None: ``usual`` batches in the middle, moved by ``early`` / 2.
-    Raises ConfigError if the trace has no batch, which the message calls ``unit``, in the range.
+    ``requested`` is the user's range. None: ``usual`` batches in the middle, moved by ``early`` / 2. Raises
+    ConfigError if the trace has no batch, which the message calls ``unit``, in the range.
     """
     batches = set()
     for rank in trace.ranks:
@@ -100,9 +99,9 @@ def _choose_range(
 def _find_window(
     trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
 ) -> tuple[float, float]:
-    """Return begin and end of the batches ``first`` to ``last`` in seconds, with a small margin.
+    """Return when the batches ``first`` to ``last`` begin and end, in seconds, with a small margin.
 
-    ``rows`` are the rows whose spans count. None: all rows.
+    Only spans in ``rows`` count. None: in all rows.
     """
     begins_s = []
     ends_s = []
@@ -125,12 +124,12 @@ _MAX_LEGEND = 8
 def _picture(
     path: str | Path, size: tuple[float, float], title: str, panels: tuple[int, int] = (1, 1)
 ) -> Iterator[Any]:
-    """Yield the axes of the panels row by row, then write ``path`` as PDF, SVG or PNG by its suffix."""
+    """Yield the panels' axes row by row, then write ``path`` as PDF, SVG or PNG by its suffix."""
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(*panels, squeeze=False).ravel()
     figure.suptitle(visible(title), fontsize=10)
     for text in figure.findobj(Text):
-        # Names of the user may contain formula characters.
+        # The user's names may contain formula characters.
         text.set(text=escape_lines(text.get_text()), parse_math=False)
 
     file_format = Path(path).suffix[1:]
@@ -142,7 +141,7 @@ def _picture(
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
-    """Draw loss, accuracy, phases and bytes of each epoch to a PNG file."""
+    """Draw each epoch's loss, accuracy, phases and bytes to a PNG file."""
     with _picture(path, (13, 4), title, (1, 3)) as (learning, phases, traffic):
         _draw_learning(learning, epochs)
         _draw_phases(phases, epochs)
@@ -187,7 +186,7 @@ def _find_validation_metric(epochs: Sequence[EpochRecord]) -> str:
 
 
 def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
-    """Draw the seconds of the training loop as stacked bars, and those of the loader's threads as lines."""
+    """Draw the seconds in the training loop as stacked bars, and those in the loader's threads as lines."""
     numbers = [e.epoch for e in epochs]
     totals = [0.0] * len(epochs)
     for name, field, color in PHASES:
@@ -237,9 +236,9 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
 
 
 def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw the growth of servers' neighbourhoods to a PNG file, with a line per server.
+    """Draw how servers' neighbourhoods grow to a PNG file, with a line per server.
 
-    ``factors`` are the (K + 1, S) numbers of nodes within h hops of a server's own nodes, relative to these.
+    ``factors`` are (K + 1, S): nodes within h hops from a server's own nodes, relative to these.
     """
     hops = range(len(factors))
     servers = len(factors[0])
@@ -257,11 +256,11 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
 WAITING = "#eeeeee"
 UNNUMBERED = "#888888"
 _CHAR_WIDTH = 0.008
-"""Width of a letter relative to the picture. Labels that do not fit are left out."""
+"""A letter's width relative to the picture. Labels that do not fit are left out."""
 
 
 def _clip(span: Span, window: tuple[float, float]) -> tuple[float, float]:
-    """Return begin and end of ``span`` within the ``window`` (in seconds), in milliseconds from its begin."""
+    """Clip ``span`` to the ``window`` (in seconds). Return begin and end in milliseconds from its begin."""
     begin_s, end_s = window
     left_ms = 1e3 * (max(span.begin_s, begin_s) - begin_s)
     right_ms = 1e3 * (min(span.end_s, end_s) - begin_s)
@@ -286,17 +285,17 @@ SHORT = {
     "push gradient": "push",
     "push structure": "structure",
 }
-"""Short labels of spans. Other spans are labelled with their names."""
+"""Short labels for spans. Other spans are labelled with their names."""
 SPLIT = {"forward": "fD", "backward": "bD"}
-"""Labels if the first layer has its own spans on top, so that the rest is the owner's side."""
+"""Labels if the first layer has its own spans on top, so that what remains is the owner's side."""
 _BACKWARD_PREFIXES = ("grad", "publish", "collect")
-"""Name prefixes of the spans in which intervals run backward. These spans are hatched."""
+"""Name prefixes for the spans in which intervals run backward. These spans are hatched."""
 
 
 def draw_trace(
     trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw ``batches`` (first and last, or some in the middle by default) of each rank to a PNG file.
+    """Draw ``batches`` (first and last, or some in the middle by default) on each rank to a PNG file.
 
     Each batch has a colour, and waiting is grey. For a strategy that trains in intervals, the batches are
     epochs, each interval has a colour, and backward is hatched. Return the first and the last batch or epoch.
@@ -345,7 +344,7 @@ def _draw_span(
     *,
     by_epoch: bool,
 ) -> None:
-    """Draw a bar for ``span``, and its label if the ``visible_part`` of the bar is wide enough."""
+    """Draw a bar for ``span``, and its label if the bar's ``visible_part`` is wide enough."""
     label = names.get(span.name, span.name)
     color = UNNUMBERED
     color_id = span.interval if by_epoch else span.batch
@@ -361,7 +360,7 @@ def _draw_span(
     left, right = _clip(span, window)
     axes.barh(height, right - left, left=left, edgecolor="white", linewidth=0.4, **style)
 
-    # A label must fit in the part of the bar that later bars do not cover.
+    # A label must fit in the bar's part that later bars do not cover.
     left, right = _clip(visible_part, window)
     label_width = _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0])
     if not is_wait(span) and right - left > label_width:
@@ -372,7 +371,7 @@ def _draw_span(
 def _list_rows(
     rank: RankSpans, window: tuple[float, float], by_epoch: bool
 ) -> Iterator[tuple[str, list[Span]]]:
-    """Yield the label and the spans of each row of ``rank``. Spans that overlap are in several rows."""
+    """Yield the label and the spans of each row to draw. Spans that overlap are in several rows."""
     begin_s, end_s = window
     window_spans = [span for span in rank.spans if span.end_s > begin_s and span.begin_s < end_s]
     row_names: tuple[str, ...] = (COMPUTE, NETWORK, LOADER)
@@ -393,7 +392,7 @@ def _list_rows(
 
 
 def describe_overlap(trace: TraceFile) -> str:
-    """Return ``82.0 % of the network's time beside compute``, or the time of workers for a pipeline."""
+    """Describe the overlap like ``82.0 % of the network's time beside compute``, or the workers' time."""
     row = NETWORK
     no_spans = "nothing on the network"
     overlap_text = "the network's time beside compute"
@@ -409,7 +408,7 @@ def describe_overlap(trace: TraceFile) -> str:
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:
-    """Return the longest part of ``span`` that no span of ``later`` (in order) covers."""
+    """Return the longest part of ``span`` that no span in ``later`` (in order) covers."""
     gaps = [(span.begin_s, span.begin_s)]
     begin = span.begin_s
     for cover in later:

@@ -1,4 +1,4 @@
-"""Result folder of a run: summary.json, metrics.jsonl, config.json, plan.json, picture.png."""
+"""A run's result folder: summary.json, metrics.jsonl, config.json, plan.json, picture.png."""
 
 import json
 import logging
@@ -19,20 +19,20 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PICTURE = "picture.png"
 PLAN = "plan.json"
-"""File with the candidates of ``auto``, if it chose the strategy."""
+"""File with the candidates that ``auto`` compared, if it chose the strategy."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Contents of a run folder."""
+    """Content of a run folder."""
 
     folder: Path
     config: Mapping[str, Any]
     epochs: tuple[EpochRecord, ...]
     summary: Mapping[str, Any] | None
-    """Contents of ``summary.json``. None: the run did not finish."""
+    """Content of ``summary.json``. None: the run did not finish."""
 
 
 def start_run(
@@ -42,16 +42,16 @@ def start_run(
     *,
     plan: Mapping[str, object] | None = None,
 ) -> Path:
-    """Create and return ``folder``, write the configuration and remove files of an earlier run. For one rank.
+    """Create and return ``folder``, write the configuration and remove an earlier run's files. For one rank.
 
     Args:
-        folder: Folder of the run. It may exist.
-        config: Contents of ``config.json``.
-        kept: Epochs of :func:`read_epochs` if the run is resumed, otherwise None.
-        plan: Candidates of ``auto``. None: the strategy was named.
+        folder: The run's folder. It may exist.
+        config: Content for ``config.json``.
+        kept: Epochs from :func:`read_epochs` if the run is resumed, otherwise None.
+        plan: Candidates that ``auto`` compared. None: the strategy was named.
 
     Raises:
-        StorageError: the folder cannot be written.
+        StorageError: If the folder cannot be written.
     """
     target = Path(folder)
     with _report_write_errors(target, "choose another folder with --out"):
@@ -97,7 +97,7 @@ def write_run(
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read the candidates of ``auto``. Return None if the strategy was named."""
+    """Read the candidates that ``auto`` compared. Return None if the strategy was named."""
     path = folder / PLAN
     return _read_object(path) if path.is_file() else None
 
@@ -126,7 +126,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_spread(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of runs with several seeds, or None if ``folder`` has none."""
+    """Read the summary over several seeds, or return None if ``folder`` has none."""
     if (folder / CONFIG).is_file() or not (folder / SUMMARY).is_file():
         return None
     return _read_object(folder / SUMMARY)
@@ -158,8 +158,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     """Read a run's epochs, finished or not. There are none if the folder does not exist.
 
-    A resumed run repeats epochs, so a later line replaces all lines from its epoch on. An incomplete last
-    line of a killed run is ignored. Raises StorageError if a line is damaged. The message names the line.
+    A resumed run repeats epochs, so a later line replaces all lines from its epoch on. If a killed run left
+    an incomplete last line, it is ignored. Raises StorageError if a line is damaged. The message names the
+    line.
     """
     path = folder / METRICS
     if not path.is_file():
@@ -180,7 +181,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
 
 
 def _read_epoch(line: bytes, where: str) -> EpochRecord:
-    """Return the record of ``line``. If the line is damaged, raise ConfigError that begins with ``where``."""
+    """Read the record in ``line``. If the line is damaged, raise ConfigError that begins with ``where``."""
     values = Fields.parse(line, where)
     readers: dict[str, Any] = {}
     for name, value in values.mapping.items():

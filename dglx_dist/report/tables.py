@@ -1,4 +1,4 @@
-"""Tables for the terminal and for Markdown, and the figures of summary.json."""
+"""Tables for the terminal and for Markdown, and the figures in summary.json."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +19,13 @@ PHASES = (
     ("compute", "compute_s", "#4c72b0"),
     ("exchange", "exchange_s", "#dd8452"),
 )
-"""Label, EpochRecord field and colour for each phase of the training loop, in their order."""
+"""Label, EpochRecord field and colour for each phase in the training loop, in their order."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
 """The same for the loader's threads, which run beside the training loop."""
 INSIDE = "#9ecae1"
 OUTSIDE = "#d62728"
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
-"""Colours of runs, batches or intervals, which take them in turn."""
+"""Colours that runs, batches or intervals take in turn."""
 
 
 def format_count(count: float) -> str:
@@ -84,7 +84,7 @@ _SECONDS_OF_PLANS = "They are computing time of one process here, and bytes divi
 
 
 def build_plan_table(choice: Choice) -> Table:
-    """Return a table with one row per candidate in the order of ``choice``. The chosen one is marked."""
+    """Build a table with one row per candidate in the order of ``choice``. The chosen one is marked."""
     hidden_columns = set(_OF_TRIALS)
     seconds_legend = _SECONDS_OF_PLANS
     if any(prediction.trial for prediction in choice.predictions):
@@ -95,7 +95,7 @@ def build_plan_table(choice: Choice) -> Table:
 
     names = [name for name in _PLAN_COLUMNS if name not in hidden_columns]
     table = _build_table(names, _PLAN_LEGEND.format(seconds=seconds_legend))
-    # The columns of text: name, kind of steps and remark. Long names and remarks are wrapped.
+    # The text columns: name, kind of steps and remark. Long names and remarks are wrapped.
     for column, wraps in ((1, True), (-2, False), (-1, True)):
         table.columns[column].justify = "left"
         table.columns[column].no_wrap = not wraps
@@ -121,7 +121,7 @@ def _is_eligible(prediction: Prediction) -> bool:
 
 
 def _format_prediction(prediction: Prediction) -> tuple[str, ...]:
-    """Return the cells of a plan's columns, from the candidate's name to the remark."""
+    """Format the cells in a plan's columns, from the candidate's name to the remark."""
     seconds = ["", "", "", "", ""]
     if prediction.epoch_seconds:
         seconds[0] = format_seconds(prediction.epoch_seconds)
@@ -150,7 +150,7 @@ def _format_prediction(prediction: Prediction) -> tuple[str, ...]:
 
 
 def format_plan_head(choice: Choice) -> str:
-    """Describe the graph, the training and the cluster of a plan."""
+    """Describe a plan's graph, training and cluster."""
     graph = choice.graph
     cluster = choice.cluster
     text = (
@@ -169,12 +169,13 @@ def format_plan_head(choice: Choice) -> str:
 
 
 def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    """Return the content of ``summary.json``: the ``facts`` about the run, and figures from its epochs.
+    """Return the content for ``summary.json``: the ``facts`` about the run, and figures from its epochs.
 
     The first epoch warms caches and compiles kernels, so it is left out if there are others.
     ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` are means.
     ``checkpoint_seconds`` is the time that training stood still for checkpoints in all epochs, and
-    ``evaluation_seconds`` the time of all evaluations. ``evaluation_bytes_outside`` is a mean over these.
+    ``evaluation_seconds`` the time that all evaluations took. ``evaluation_bytes_outside`` is a mean over
+    these.
     """
     warm = epochs[1:] or epochs
     summary = {
@@ -191,7 +192,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
         summary["bytes_inside"] = round(fmean(record.bytes_inside for record in warm))
         summary["bytes_outside"] = round(fmean(record.bytes_outside for record in warm))
 
-    # There is no rate if no row of a cached tensor was remote.
+    # There is no rate if no cached tensor had a remote row.
     num_hits = sum(record.cache_hits for record in warm)
     num_misses = sum(record.cache_misses for record in warm)
     if num_hits + num_misses:
@@ -210,7 +211,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
 
 
 def format_run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
-    """Return the heading of a run's picture."""
+    """Return the heading for a run's picture."""
     facts = {**config, **summary}
     ranks = plural(facts.get("ranks", "?"), "rank")
     servers = plural(facts.get("servers", "?"), "server")
@@ -219,7 +220,7 @@ def format_run_title(summary: Mapping[str, object], config: Mapping[str, object]
 
 
 def average_phases(epochs: Sequence[EpochRecord]) -> dict[str, float]:
-    """Return the mean seconds per epoch of each phase, empty without epochs."""
+    """Return each phase's mean seconds per epoch, empty without epochs."""
     means: dict[str, float] = {}
     if not epochs:
         return means
@@ -229,16 +230,16 @@ def average_phases(epochs: Sequence[EpochRecord]) -> dict[str, float]:
 
 
 def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
-    """Return a table with one row per epoch: loss, metrics, seconds, samples/s, phases in seconds, and bytes.
+    """Build a table with one row per epoch: loss, metrics, seconds, samples/s, phases in seconds, and bytes.
 
-    ``train`` is the accuracy during training, ``val`` that of validation, and other validation metrics have
-    their own columns. Estimates have their standard error after ``±``. ``sample`` and ``fetch`` run on the
-    loader's threads beside the other phases, so the columns do not sum to ``seconds``. ``wait`` is the part
-    of them that is not hidden. ``hits`` is the hit rate of a cache of remote rows, and ``saving`` the time
-    that training stood still for checkpoints.
+    ``train`` is the accuracy during training, ``val`` the validation accuracy, and other validation metrics
+    have their own columns. Estimates have their standard error after ``±``. ``sample`` and ``fetch`` run on
+    the loader's threads beside the other phases, so the columns do not sum to ``seconds``. ``wait`` is the
+    part that is not hidden. ``hits`` is the hit rate in a cache for remote rows, and ``saving`` the time that
+    training stood still for checkpoints.
 
-    Cost columns with only zeros are left out, and so are the last columns that do not fit in ``width``
-    characters.
+        Cost columns with only zeros are left out, and so are the last columns that do not fit in ``width``
+        characters.
     """
     epochs = list(epochs)
     scores = _list_score_columns(epochs)
@@ -267,7 +268,7 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
 
 
 def _list_score_columns(epochs: Sequence[EpochRecord]) -> dict[str, list[str]]:
-    """Return the cells of epoch, loss and metrics by heading. Metrics that no epoch has are left out."""
+    """List the cells with epoch, loss and metrics by heading. Metrics that no epoch has are left out."""
     columns = {
         "epoch": [str(record.epoch) for record in epochs],
         "loss": [f"{record.loss:.4f}" for record in epochs],
@@ -297,7 +298,7 @@ def _list_score_columns(epochs: Sequence[EpochRecord]) -> dict[str, list[str]]:
 
 
 def _format_costs(record: EpochRecord) -> dict[str, str]:
-    """Return the cells of seconds and bytes by heading, the most important column first."""
+    """Format the cells with seconds and bytes by heading, the most important column first."""
     return {
         "seconds": format_seconds(record.seconds),
         "samples/s": format_count(record.samples_per_second),
@@ -320,7 +321,7 @@ _ZEROS = frozenset(("", "0.000", "0 B"))
 
 
 def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Return the width of a table in characters. Three characters separate neighbouring columns."""
+    """Return a table's width in characters. Three characters separate neighbouring columns."""
     width = -1
     for name, cells in columns.items():
         width += 3 + max(map(len, (*name.split("\n"), *cells)))
@@ -335,7 +336,7 @@ _EPOCH_LEGEND = (
 
 
 def build_summary_table(summary: Mapping[str, object]) -> Table:
-    """Return a table of the figures of ``summary.json``, one per row. Nested ones are ``outer.inner``."""
+    """Build a table with the figures in ``summary.json``, one per row. Nested ones are ``outer.inner``."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -345,10 +346,9 @@ def build_summary_table(summary: Mapping[str, object]) -> Table:
 
 
 def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return mean and sample standard deviation of the metrics that all runs have, and the metrics of each
-    run.
+    """Compute each metric's mean and sample standard deviation over runs, and list each run's metrics.
 
-    The deviation of a single run is None.
+    Only metrics that all runs have are averaged. A single run has None as its deviation.
     """
     metrics: dict[str, dict[str, float]] = {}
     for run, summary in summaries.items():
@@ -370,7 +370,7 @@ def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
 
 def build_spread_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table with one row per run of :func:`spread`, followed by mean and standard deviation."""
+    """Build a table with one row per run in :func:`spread`, followed by mean and standard deviation."""
     cells = spread_cells(summary)
     table = _build_table(("run", *cells))
     for run, values in summary["runs"].items():
@@ -380,7 +380,7 @@ def build_spread_table(summary: Mapping[str, Any]) -> Table:
 
 
 def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
-    """Return for each metric in a :func:`spread` the mean, and a text with mean and standard deviation."""
+    """For each metric in a :func:`spread`, return the mean, and a text with mean and standard deviation."""
     cells: dict[str, tuple[object, str]] = {}
     for name, mean in summary["mean"].items():
         deviation = _format_cell(summary["std"][name], name)
@@ -389,7 +389,7 @@ def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
 
 
 def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
-    """Return a table with the figures of several runs: one figure per row, one column per run."""
+    """Build a table with several runs' figures: one figure per row, one column per run."""
     table = Table("", *summaries, box=box.SIMPLE_HEAD, pad_edge=False)
     cells_of_runs = [flat_cells(summary) for summary in summaries.values()]
     names: dict[str, None] = {}
@@ -402,7 +402,7 @@ def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
 
 
 def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Return (value, text) of each figure that is not drawn. Nested ones are ``outer.inner``."""
+    """Return (value, text) for each figure that is not drawn. Nested ones are ``outer.inner``."""
     cells: dict[str, tuple[object, str]] = {}
     for name, value in values.items():
         if name in ("traffic", "rank_memory_bytes"):
@@ -416,7 +416,7 @@ def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
 
 
 def _format_cell(value: object, *names: str) -> str:
-    """Return ``value`` with the unit that follows from the ``names`` of the figure."""
+    """Format ``value`` with the unit that follows from the figure's ``names``."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -441,7 +441,7 @@ _PARTS_LEGEND = (
 
 
 def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
-    """Return a table with one row per part and the given columns of one value per part."""
+    """Build a table with one row per part and the given columns, which have one value per part."""
     table = _build_table(["part", *columns], _PARTS_LEGEND)
     for part, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(part), *map(str, values))
@@ -451,17 +451,16 @@ def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
 def build_expansion_table(
     factors: Sequence[Sequence[float]], foreign: Sequence[int], row_bytes: int, work: Sequence[float]
 ) -> Table:
-    """Return a table with one row per hop: nodes held by each server relative to its own, and the largest
-    cost.
+    """Build a table with one row per hop: each server's nodes relative to its own, and the largest cost.
 
     Args:
         factors: (K + 1, S) nodes within h hops relative to own nodes.
-        foreign: (K + 1,) nodes of other servers, on the server with the most such nodes.
-        row_bytes: Bytes of a node's features.
-        work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
+        foreign: (K + 1,) nodes on other servers, for the server with the most such nodes.
+        row_bytes: Feature bytes per node.
+        work: (K + 1,) edges that a model with h layers aggregates, relative to those without replicas.
     """
     num_servers = len(factors[0])
-    # A table of many servers would not fit the terminal, so it has the extremes and the mean.
+    # A table with many servers would not fit the terminal, so it has the extremes and the mean.
     has_all_servers = num_servers <= _MAX_COLUMNS
     names = ["least", "mean", "most"]
     if has_all_servers:

@@ -1,4 +1,4 @@
-"""Best epoch by validation: early stopping, and the weights of that epoch in files and in memory."""
+"""Find the best epoch by validation: stop early, and keep that epoch's weights in files and in memory."""
 
 import json
 import logging
@@ -18,14 +18,13 @@ from dglx_dist.graph.optim import SparseOptimizer
 log = logging.getLogger(__name__)
 
 BEST_WEIGHTS, FINAL_WEIGHTS = "model.safetensors", "final.safetensors"
-"""Files of the best epoch by validation (without validation: of the last epoch) and of the last epoch."""
+"""Files for the best epoch by validation (without validation: the last epoch) and for the last epoch."""
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) -> None:
     """Write a state dict to a safetensors file with ``facts`` about it. Replace ``path`` if it exists.
 
-    Tied tensors are written under each of their names, so that a strict ``load_state_dict`` finds all of
-    them.
+    Tied tensors are written under each of their names, so that a strict ``load_state_dict`` finds them all.
     """
     tensors = dict(state)
     storages = set[int]()
@@ -40,14 +39,14 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
     metadata = {"format": "pt"}
     metadata |= {key: str(fact) for key, fact in facts.items()}
     try:
-        # save_file() of safetensors would make files that only their owner can read.
+        # save_file() from safetensors would make files that only their owner can read.
         content = save(tensors, metadata)
     except (KeyError, ValueError) as error:
         log.warning("%s is not written, because safetensors cannot hold it (%s). Use dx.save.", path, error)
         return
 
     # The library writes the facts in random order. With a sorted header, equal weights are equal files. The
-    # file begins with the length of its header in 8 bytes.
+    # file begins with its header's length in 8 bytes.
     header_end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:header_end])
     header_text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -58,7 +57,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
 
 
 class WeightFiles:
-    """Two files of weights in ``folder``, if it is not None. Every rank calls the methods, rank 0 writes."""
+    """Two weight files in ``folder``, if it is not None. Every rank calls the methods, rank 0 writes."""
 
     def __init__(self, folder: str | Path | None, model: nn.Module) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -66,7 +65,7 @@ class WeightFiles:
         self._is_first = current_session().topology.rank == 0
 
     def begin(self, best_epoch: int | None) -> None:
-        """Remove the files of an earlier run, unless it is resumed with a best epoch."""
+        """Remove the files from an earlier run, unless it is resumed with a best epoch."""
         if self._folder is not None and self._is_first and best_epoch is None:
             for name in (BEST_WEIGHTS, FINAL_WEIGHTS):
                 (self._folder / name).unlink(missing_ok=True)
@@ -86,7 +85,7 @@ class WeightFiles:
         run_on_all_ranks(current_session(), write)
 
     def complete(self, epoch: int, best_epoch: int | None) -> None:
-        """Write the weights of ``epoch``, the current ones, as the best if validation has written none."""
+        """Write the current weights, from ``epoch``, as the best ones if validation has written none."""
         folder = self._folder
         if folder is None or broadcast_json((folder / BEST_WEIGHTS).is_file(), current_session()):
             return
@@ -100,7 +99,7 @@ class WeightFiles:
 
 
 class BestWeights:
-    """A copy in memory of the weights of the best epoch, without checkpoints. All ranks make it."""
+    """A copy of the best epoch's weights in memory, without checkpoints. All ranks make it."""
 
     def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
         self._model = model
@@ -119,7 +118,7 @@ class EarlyStopping:
     """Tracks the best validation score and when to stop.
 
     Args:
-        patience: Number of evaluations without a better score after which training stops. None: never.
+        patience: Evaluations without a better score after which training stops. None: never.
         less_is_better: Whether the best score is the smallest one.
         min_delta: A score that is better by less than this does not make training go on.
     """
@@ -129,7 +128,7 @@ class EarlyStopping:
         self._sign = -1 if less_is_better else 1
         self._min_delta = min_delta
         self._last: float | None = None
-        """Last score by which training went on."""
+        """Last score that made training go on."""
         self.epoch: int | None = None
         """Best epoch. None before the first evaluation."""
         self.score: float | None = None

@@ -1,4 +1,4 @@
-"""Means of losses over the terms of all ranks, for losses that leave out seeds or weigh them."""
+"""Average losses over all ranks' terms, for losses that leave out seeds or weigh them."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ _NUMBER_LOSSES = (
 _MAX_MEANS = 8
 """Maximum number of means in one loss."""
 NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _session: deque(maxlen=_MAX_MEANS))
-"""Numbers of terms of all ranks in the latest means."""
+"""Number of terms on all ranks, for each of the latest means."""
 _Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "mean") -> Tensor:
-    """Return the mean of a loss over ``count`` terms of all ranks. Every rank must call it after its model.
+    """Return the mean over the loss terms on all ranks. Every rank must call it after its model.
 
     The wrapped model weighs a rank's mean loss by its number of seeds. A loss that leaves out seeds
     (``ignore_index``, unknown targets) or weighs them (class weights) is divided by another number. This
     function gives its exact gradient over all ranks: ``dx.global_mean(losses.sum(), number_of_terms)``.
 
     Args:
-        total: () sum of this rank's loss terms, connected to the model's output. 0 if there are none.
-        count: Number of this rank's terms, or the sum of their weights, at least 0.
+        total: () sum over this rank's loss terms, connected to the model's output. 0 if there are none.
+        count: How many terms this rank has, or the sum of their weights, at least 0.
         reduction: The value passed to :func:`wrap`.
 
     Returns:
-        () mean over the terms of all ranks, equal on all of them. 0 if no rank has a term. Call ``backward``
-        on it once.
+        () mean over all ranks' terms, equal on all ranks. 0 if no rank has a term. Call ``backward`` on it
+            once.
 
     Raises:
-        ConfigError: on all ranks, if the number of seeds of this step is unknown, because no batch of a
-            loader went through the wrapped model, or if a value of some rank is wrong.
+        ConfigError: On all ranks, if a value on some rank is wrong, or if no batch from a loader went through
+            the wrapped model. Then the step's number of seeds is unknown.
     """
     session = current_session()
     problem = _check_number("count", count, minimum=0.0)
@@ -71,14 +71,14 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     """Return the mean over all ranks, weighted by ``count``. Every rank must call it.
 
     Args:
-        value: Mean of this rank. Ignored if ``count`` is 0.
-        count: Number of values in this rank's mean, at least 0.
+        value: This rank's mean. Ignored if ``count`` is 0.
+        count: How many values this rank's mean covers, at least 0.
 
     Returns:
-        The mean over the values of all ranks. NaN if there are none.
+        The mean over all ranks' values. NaN if there are none.
 
     Raises:
-        ConfigError: on all ranks, if a value of some rank is not a number or its count is below 0.
+        ConfigError: On all ranks, if a value on some rank is not a number or its count is below 0.
     """
     problem = _check_number("count", count, minimum=0.0)
     total = 0.0
@@ -91,9 +91,9 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
 
 
 def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
-    """Return the (2,) float64 sums of ``total`` and ``count`` over all ranks. Every rank must call this.
+    """Return ``total`` and ``count`` summed over all ranks, (2,) float64. Every rank must call this.
 
-    Raises ConfigError on all ranks if one of them has a ``problem``. An empty text means that it has none.
+    Raises ConfigError on all ranks if one has a ``problem``. An empty text means that it has none.
     """
     # NaN tells the other ranks that this rank has a wrong value.
     values = [math.nan, math.nan] if problem else [float(total), float(count)]
@@ -104,9 +104,9 @@ def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor
 
 
 def _check_number(name: str, value: Any, minimum: float | None = None) -> str:
-    """Return an error message if ``value`` is not one number, or with ``minimum``, infinite or below it.
+    """Return an error message if ``value`` is not a single number, otherwise an empty text.
 
-    Return an empty text for a correct value.
+    With ``minimum``, the value must also be finite and at least ``minimum``.
     """
     allowed = "one number" if minimum is None else "one number, finite and at least 0"
     problem = f"{name}={_format_value(value)} must be {allowed}"
@@ -120,13 +120,13 @@ def _check_number(name: str, value: Any, minimum: float | None = None) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return ``value`` for a message. Values of tensors with several elements are left out."""
+    """Format ``value`` for a message. Tensors with several elements show only their shape."""
     is_array = isinstance(value, Tensor) and value.dim() > 0
     return f"<{tuple(value.shape)} tensor>" if is_array else repr(value)
 
 
 def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
-    """Return the mean of the ``sums`` of all ranks, with the gradient of this rank's ``total``."""
+    """Compute the mean from ``sums`` over all ranks, with the gradient of this rank's ``total``."""
     session.is_loss_exact = True
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
@@ -136,13 +136,13 @@ def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduc
     factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
     mean = loss_sum / num_terms if num_terms else 0.0
 
-    # The value of the result is the mean over all ranks. Its gradient is the gradient of this rank's terms.
+    # The result's value is the mean over all ranks. Its gradient comes from this rank's terms.
     scaled = total * factor
     return scaled + (mean - scaled.detach())
 
 
 def _complete_arguments(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of a call, with the ``weight`` that torch's ``l1_loss`` leaves out.
+    """Return a call's keyword arguments, with the ``weight`` that torch's ``l1_loss`` leaves out.
 
     ``__torch_function__`` must call this directly, because the weight is read from the calling frames.
     """
@@ -156,19 +156,19 @@ def _complete_arguments(func: Any, kwargs: dict[str, Any] | None) -> dict[str, A
 
 
 class _Means(TorchFunctionMode):
-    """Calls ``replace`` with the sum and the number of terms of each mean that a loss of torch computes."""
+    """Calls ``replace`` for each mean that a torch loss computes, with the terms' sum and their number."""
 
     def __init__(self, replace: _Replace, num_seeds: int = 0) -> None:
         super().__init__()
         self._replace = replace
         self._num_seeds = num_seeds
         self.has_weighted_means = False
-        """Whether a mean has weights, or another number of terms than ``num_seeds``."""
+        """Whether a mean has weights, or does not have ``num_seeds`` terms."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace a mean over targets in a loss of torch by ``replace(sum of terms, number of terms)``.
+        """In a torch loss, replace each mean over targets by ``replace(sum of terms, number of terms)``.
 
-        The number is the sum of class weights if there are any. Other functions are called unchanged.
+        If there are class weights, the number is their sum. Other functions are called unchanged.
         """
         if func not in (*_CLASS_LOSSES, *_NUMBER_LOSSES):
             return func(*args, **(kwargs or {}))
@@ -202,10 +202,10 @@ class _Means(TorchFunctionMode):
 
 
 class ExactMean:
-    """A loss in which every mean that torch computes is the mean over the terms of all ranks.
+    """A loss in which every mean that torch computes is taken over all ranks' terms.
 
-    All ranks must call it in the same steps, after the wrapped model. If each seed is one term, the result is
-    the value of ``loss`` itself.
+    All ranks must call it in the same steps, after the wrapped model. If each seed is one term, the result
+    equals the value that ``loss`` itself returns.
 
     Args:
         has_gaps: Whether any rank may leave out a label. Otherwise the first step shows whether terms are
@@ -219,7 +219,7 @@ class ExactMean:
         """Whether means are combined over the ranks. None: the first step decides."""
 
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of this rank's targets, with each mean over targets taken over all ranks.
+        """Return the loss on this rank's targets, with each mean over targets taken over all ranks.
 
         Every rank must call it, also without targets. The user's loss runs twice if the ranks must be
         combined, and the first batch decides whether they must.
@@ -227,14 +227,14 @@ class ExactMean:
         if self._combines_ranks is False:
             return self._loss(scores, labels)
 
-        # Each entry is the sum of a mean's terms, and their number.
+        # Each entry is the sum over a mean's terms, and their number.
         sums: list[list[float]] = []
 
         def record_mean(total: Tensor, count: Tensor) -> Tensor:
             sums.append([float(total), float(count)])
             return total / count
 
-        # The first pass only records the sum and the number of terms of each mean.
+        # The first pass only records each mean's sum and number of terms.
         with torch.no_grad(), _Means(record_mean, len(labels)) as means:
             self._loss(scores.detach(), labels)
         if len(sums) > _MAX_MEANS:
@@ -253,7 +253,7 @@ class ExactMean:
             padded_sums[index, 1] = count
         global_sums = iter(sum_over_ranks(padded_sums, self._session, phase=PHASE))
 
-        # The second pass computes the means in the order of the first one.
+        # The second pass computes the means in the same order as the first one.
         def replace_mean(total: Tensor, _count: Tensor) -> Tensor:
             return _divide_sums(total, next(global_sums), self._session)
 
@@ -264,10 +264,10 @@ class ExactMean:
 def make_exact(
     loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
 ) -> LossFunction | None:
-    """Return ``loss`` with exact means over the labelled nodes of all ranks. All ranks call this.
+    """Return ``loss`` with exact means over the labelled nodes on all ranks. All ranks call this.
 
     The loss is returned unchanged if it is None or the nodes have no such label. The same holds for the
-    task's own loss of the dataset's labels. The task's own cross-entropy leaves out nodes with a label below
+    task's own loss on the dataset's labels. The task's own cross-entropy leaves out nodes with a label below
     0, like :func:`evaluate`.
     """
     data = g.nodes[ntype].data
@@ -282,7 +282,7 @@ def make_exact(
             num_gaps += int(is_gap.sum())
         return num_gaps
 
-    # All nodes are checked, because one without a label may be among the seeds of a later step.
+    # All nodes are checked, because one without a label may be among a later step's seeds.
     num_gaps = run_on_all_ranks(g.session, count_gaps)
     has_gaps = bool(gather_int64([num_gaps], g.session).any())
     if has_gaps and not is_own and loss is F.cross_entropy:

@@ -1,4 +1,4 @@
-"""Export of node rows and ranked edges to Parquet files with the user's node ids."""
+"""Export node rows and ranked edges to Parquet files with the user's node ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMAT = "dglx_dist rows"
 _CONTENT = "exported rows"
 ID, CLASS = "id", "class"
 ROW_GROUP_BYTES = 1 << 24
-"""Size of a row group, and of the rows that a rank holds at a time, in bytes."""
+"""Bytes per row group, and per chunk of rows that a rank holds at a time."""
 _EDGES_PER_GROUP = 1 << 16
 _COLUMNS = ("source", "relation", "destination", "score", "rank", "source_rank", "best", "best_scores")
 
@@ -57,10 +57,10 @@ def write_embeddings(
 ) -> Path:
     """Write node rows as Parquet files, one per rank. Every rank must call this.
 
-    A table has the column ``id`` (the dataset's user id, text or int64, or the int64 id before partitioning
-    if there is none) and the column ``name`` (a number per row, or fixed-size lists of them), in no
-    particular order. ``pyarrow.dataset.dataset(folder)`` reads the files as one table. For a mapping, each
-    node type has its own folder below ``folder``. ``_index.json`` lists the files.
+    A table has the column ``id`` and the column ``name``, in no particular order. ``id`` is the dataset's
+    user id (text or int64), or the int64 id before partitioning if there is none. ``name`` is a number per
+    row, or fixed-size lists of numbers. ``pyarrow.dataset.dataset(folder)`` reads the files as one table. For
+    a mapping, each node type has its own folder below ``folder``. ``_index.json`` lists the files.
 
     The folder must be on a disk that all ranks share. It is replaced atomically. At an address in an object
     store, ranks upload their files, and the index lists them when all are there. Parquet does not support
@@ -68,20 +68,20 @@ def write_embeddings(
 
     Args:
         rows: A tensor over the nodes of one type, or a mapping from node type to such a tensor.
-        g: The graph of these nodes.
+        g: The graph that has these nodes.
         folder: Must not exist or be empty, unless ``overwrite``.
-        name: Name of the column of ``rows``.
-        overwrite: Replace the result of an earlier call.
+        name: Column name for ``rows``.
+        overwrite: Replace the result from an earlier call.
         more: More columns for the same nodes. Only if ``rows`` is a single tensor.
-        classes: Class names for the column ``class``. ``rows`` are then (N,) numbers of classes.
+        classes: Class names for the column ``class``. ``rows`` are then (N,) class numbers.
 
     Returns:
         ``folder``.
 
     Raises:
-        ConfigError: on all ranks, if ``rows`` are not rows of the nodes of ``g`` or an argument is invalid.
-        StorageError: on all ranks, if the folder has other contents or a rank cannot write to it.
-        PeerError: a rank is dead or silent.
+        ConfigError: On all ranks, if ``rows`` do not belong to nodes in ``g`` or an argument is invalid.
+        StorageError: On all ranks, if the folder has other contents or a rank cannot write to it.
+        PeerError: If a rank is dead or silent.
     """
 
     def read_tables() -> dict[str, dict[str, DistTensor]]:
@@ -94,7 +94,7 @@ def write_embeddings(
         g.kvstore.fence()
         return tables
 
-    # The call is also a barrier: afterwards the rows of every rank are complete.
+    # The call is also a barrier: afterwards every rank's rows are complete.
     tables = run_on_all_ranks(g.session, read_tables, ConfigError)
     _write_folder(g.session, folder, overwrite, lambda partial: _write_share(tables, g, partial, classes))
     return Path(folder)
@@ -105,13 +105,13 @@ def write_edges(
 ) -> None:
     """Write ranked edges with the user's ids, as :func:`write_embeddings` writes rows. All ranks call this.
 
-    The columns are those of :meth:`LinkEvaluation.test_edges`. ``relation`` is a name, ``best`` is a list,
+    The columns are those in :meth:`LinkEvaluation.test_edges`. ``relation`` is a name, ``best`` is a list,
     and ``scores`` adds ``best_scores``. With several pairs of node types, each has its own folder
     ``SOURCE.DESTINATION``.
     """
 
     def write_share(partial: Path) -> list[dict[str, Any]]:
-        # All ids are read once, because each call reads the texts from the files of all parts.
+        # All ids are read once, because each call reads the texts from all parts' files.
         ids = {}
         for ntype in dict.fromkeys(chain.from_iterable(edges)):
             ids[ntype] = pa.array(g.user_ids(np.arange(g.num_nodes(ntype)), ntype))
@@ -136,9 +136,10 @@ def write_edges(
 
 
 def _make_edge_table(columns: Mapping[str, Tensor], texts: Mapping[str, pa.Array]) -> pa.Table:
-    """Return the columns as a table. Numbers in a column of ``texts`` are replaced by its entries.
+    """Build a table from the columns.
 
-    A matrix becomes a column of lists, without the missing destinations at the end of each row.
+    If ``texts`` has a column's name, its entries replace the column's numbers. A matrix becomes a column with
+    lists, without the missing destinations at the end of each row.
     """
     is_candidate = columns["best_scores"] > -math.inf
     list_ends = is_candidate.sum(1).cumsum(0).numpy()
@@ -159,7 +160,7 @@ def _make_edge_table(columns: Mapping[str, Tensor], texts: Mapping[str, pa.Array
 def _write_folder(
     session: Session, folder: str | Path, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
-    """Replace ``folder`` by the files of all ranks. ``write_share`` returns this rank's index entries."""
+    """Replace ``folder`` by the files from all ranks. ``write_share`` returns this rank's index entries."""
     is_rank_0 = session.topology.rank == 0
     address = find_address(folder)
     if address is not None:
@@ -240,7 +241,7 @@ def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> Non
 
 
 def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
-    """Return the rows to write by subfolder. The subfolder of a single tensor is "".
+    """Return the rows to write by subfolder. A single tensor has the subfolder "".
 
     Raises ConfigError if a value does not have a row for each node of its type.
     """
@@ -260,7 +261,7 @@ def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> d
 
 
 def _find_node_type(label: str, tensor: Any, g: DistGraph) -> str:
-    """Return the type of the nodes that ``tensor`` has rows of. ConfigError if it has other rows."""
+    """Find the node type that ``tensor`` has a row per node for. ConfigError if there is none."""
     if not isinstance(tensor, DistTensor):
         raise ConfigError(
             f"{label} is a {type(tensor).__name__}. Pass a DistTensor over all nodes, like the result of "
@@ -315,7 +316,7 @@ def _write_share(
 
         is_text = g.dataset.manifest.user_ids.get(ntype) == "string"
         fields = [(ID, pa.string() if is_text else pa.int64())]
-        row_bytes = 8  # of the id
+        row_bytes = 8  # for the id
         for name, column in columns.items():
             fields.append((name, _find_row_type(column)))
             # Rows are converted to float32 at least while they are written.
@@ -333,7 +334,7 @@ def _write_share(
 def _read_batches(
     g: DistGraph, schema: pa.Schema, columns: Mapping[str, DistTensor], row_bytes: int, classes: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows that this rank owns in the columns of ``schema``, with the user's ids first."""
+    """Yield the rows that this rank owns in the columns that ``schema`` lists, with the user's ids first."""
     policy = next(iter(columns.values())).part_policy
     first, last = policy.owned_range
     num_rows = max(ROW_GROUP_BYTES // row_bytes, 1)
@@ -343,13 +344,13 @@ def _read_batches(
         for name, column in columns.items():
             arrays.append(_to_arrow(column[torch.from_numpy(ids)], schema.field(name).type))
         if classes:
-            # The column after the ids has the numbers of the classes.
+            # The column after the ids has the class numbers.
             arrays.append(pa.array(classes, pa.string()).take(arrays[1]))
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _publish(partial: Path, target: Path, entries: list[Any], overwrite: bool) -> None:
-    """Write the index of the files of all ranks, and move the complete folder to ``target``."""
+    """Write an index over the files from all ranks, and move the complete folder to ``target``."""
     with name_write_failures(target):
         _write_index(partial, entries)
         place_folder(partial, target, overwrite, _CONTENT, _is_export)
@@ -362,12 +363,12 @@ def _write_index(folder: Path, entries: list[Any]) -> None:
 
 
 def to_column(rows: Tensor) -> pa.Array:
-    """Return the (n, ...) ``rows`` as a column of a table: numbers, or lists of them."""
+    """Convert (n, ...) ``rows`` to a table column: numbers, or lists of numbers."""
     return _to_arrow(rows, _find_row_type(rows))
 
 
 def _find_row_type(rows: DistTensor | Tensor) -> pa.DataType:
-    """Return the type of a row in a table: a number, or lists of numbers for rows with a shape."""
+    """Return a row's type in a table: a number, or lists of numbers for rows with a shape."""
     dtype = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
     row_type = pa.from_numpy_dtype(torch.empty(0, dtype=dtype).numpy().dtype)
     for size in reversed(rows.shape[1:]):
@@ -382,7 +383,7 @@ def _read_user_ids(g: DistGraph, ntype: str, ids: Array, dtype: pa.DataType) -> 
 
 
 def _read_texts(g: DistGraph, ntype: str, ids: Array) -> Iterator[Array]:
-    """Yield the text ids of a range of local nodes, part by part. No files of other machines are read."""
+    """Yield the text ids for a range of local nodes, part by part. Files on other machines are not read."""
     offsets = g.dataset.manifest.node_offsets[ntype]
     for part in range(len(offsets) - 1):
         first = max(ids[0], offsets[part])

@@ -1,4 +1,4 @@
-"""Link prediction: ranking losses, the split of edges, decoders, the model, and exact filtered ranking."""
+"""Link prediction: ranking losses, edge splits, decoders, the model, and exact filtered ranking."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PairLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps (P,) scores of edges and (P, K) scores of their negatives to the mean loss over the edges."""
+"""Maps (P,) edge scores and (P, K) scores for their negatives to the mean loss over the edges."""
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Return the mean of ``-log sigmoid(s - s')`` over edges and their negatives (Rendle et al. 2009)."""
+    """Average ``-log sigmoid(s - s')`` over edges and their negatives (Rendle et al. 2009)."""
     return F.softplus(negative - positive[:, None]).mean()
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Return the mean cross-entropy of an edge among itself and its negatives (sampled softmax)."""
+    """Return the mean cross-entropy to pick each edge among itself and its negatives (sampled softmax)."""
     scores = torch.cat([positive[:, None], negative], 1)
     # The edge itself is always class 0.
     classes = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
@@ -66,30 +66,31 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "softmax": softmax_loss}
-"""Name to the ``pair_loss`` of :class:`dglx_dist.training.tasks.LinkPrediction`."""
+"""By name, the ``pair_loss`` for :class:`dglx_dist.training.tasks.LinkPrediction`."""
 
 _SHARES = (0.8, 0.9)
 """Training edges end at the first share, validation edges at the second."""
 _GENERATED_MASKS: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()
 """Edge types with masks from :func:`split_edges`."""
 _TYPE_SHIFT = np.int64(44)
-"""Number of bits of a node id in the key of a pair."""
+"""Bits that a node id takes in a pair's key."""
 _REVERSE_NAMES = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
-"""Names of an edge type in the opposite direction."""
+"""Usual names for an edge type in the opposite direction."""
 
 
 def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
-    """Return whether ``candidate`` has the swapped node types of ``etype`` and a name like ``NAME-rev``."""
+    """Return whether ``candidate`` swaps the node types of ``etype`` and has a name like ``NAME-rev``."""
     is_swapped = (candidate[0], candidate[2]) == (etype[2], etype[0])
     return is_swapped and candidate[1] in [template.format(etype[1]) for template in _REVERSE_NAMES]
 
 
 def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
-    """Return the types of the reverse edges of each target, whatever their names. Every rank must call this.
+    """Find the types with each target's reverse edges, whatever their names. Every rank must call this.
 
-    A type between the swapped node types is one if its name says so, such as ``NAME-rev``, or if most edges
-    of the smaller of both types are reverse edges of the other. Two targets of one node type are compared by
-    name only, because a knowledge graph has too many pairs. A warning names types with fewer such edges.
+    A type between the swapped node types is a reverse type if its name says so, such as ``NAME-rev``.
+    Otherwise it is one if most edges in the smaller type have a reverse edge in the other type. Two targets
+    on one node type are compared by name only, because a knowledge graph has too many pairs. A warning names
+    types with fewer such edges.
     """
     reverse_types: dict[EdgeType, list[EdgeType]] = {etype: [] for etype in targets}
     for etype in targets:
@@ -116,7 +117,7 @@ def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeTy
 
 
 def _count_reverse_edges(g: DistGraph, etype: EdgeType, candidate: EdgeType) -> int:
-    """Return the number of edges of ``etype`` with a reverse edge in ``candidate``. All ranks call this."""
+    """Count the ``etype`` edges that have a reverse edge in ``candidate``. All ranks call this."""
     reverse_ids = reverse_edge_ids(g, etype, reverse_etype=candidate)
     first, last = g.get_edge_partition_policy(etype).owned_range
     num_owned = int((reverse_ids[first:last] != NO_REVERSE).sum())
@@ -126,7 +127,7 @@ def _count_reverse_edges(g: DistGraph, etype: EdgeType, candidate: EdgeType) -> 
 def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """Return the edge types to predict, by name or as ``source:name:destination``.
 
-    Without ``names``, all types are returned that do not have the name of a reverse type, like ``NAME-rev``.
+    Without ``names``, all types are returned that are not named like a reverse type, such as ``NAME-rev``.
     Raises ConfigError if ``names`` has an unknown type, or if there are no names and the graph has several
     node types and several edge types to choose from.
     """
@@ -148,16 +149,17 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
 def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     """Add training, validation and test masks to the ``targets``, unless they have them. All ranks call this.
 
-    The split is 80 / 10 / 10. The original ids of the two ends of an edge decide, so the split does not
-    depend on the number of parts and ranks. All edges between two nodes, in both directions, are on one side,
-    including edges of the types of :func:`find_reverse_types`. If the dataset has masks, reverse edges
-    without a mask get the mask of their target. Every other edge type gets a ``train_mask`` of ones.
+    The split is 80 / 10 / 10. An edge's side follows from the original ids at its two ends, so the split does
+    not depend on how many parts and ranks there are. All edges between two nodes, in both directions, are on
+    one side, including edges in the types that :func:`find_reverse_types` finds. If the dataset has masks,
+    reverse edges without a mask get their target's mask. Every other edge type gets a ``train_mask`` that is
+    all ones.
 
     Returns:
         Whether this or an earlier call added the masks. False: they belong to the dataset.
 
     Raises:
-        ConfigError: on all ranks, if only some of the targets have a ``train_mask``.
+        ConfigError: On all ranks, if only some ``targets`` have a ``train_mask``.
     """
 
     def find_unmasked() -> list[EdgeType]:
@@ -201,7 +203,7 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
 
 
 def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
-    """Return the number of marked edges of ``targets`` on all ranks. Every rank must call this."""
+    """Count the marked edges in ``targets`` on all ranks. Every rank must call this."""
     num_marked = 0
     for etype in targets:
         data = g.edges[etype].data
@@ -211,7 +213,7 @@ def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
 
 
 def _add_mask(g: DistGraph, etype: EdgeType, name: str, compute_mask: Callable[[Array], Array]) -> None:
-    """Add a mask to the edge data. Each server computes the values of its edges from their ids."""
+    """Add a mask to the edge data. Each server computes the values for its edges from their ids."""
     policy = g.get_edge_partition_policy(etype)
 
     def read_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
@@ -224,12 +226,12 @@ def _add_mask(g: DistGraph, etype: EdgeType, name: str, compute_mask: Callable[[
 
 def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
     """Return (K,) bool: whether each edge is on ``side``, which is 0 for training, 1 validation, 2 test."""
-    # The node type is part of the key of an end, because ids of two types may be equal.
+    # An end's key includes its node type, because two types may have equal ids.
     keys = []
     for ntype, nodes in zip((etype[0], etype[2]), g.find_edges(ids, etype), strict=True):
         keys.append(g.orig_ids(nodes, ntype).numpy() + (g.ntypes.index(ntype) << _TYPE_SHIFT))
 
-    # An edge and its reverse edge have one pair of keys, because the lower key comes first.
+    # An edge and its reverse edge have the same pair of keys, because the lower key comes first.
     low_hashes = hash_ids(np.minimum(*keys), stream_key(0, 0, 0))
     high_hashes = hash_ids(np.maximum(*keys), stream_key(0, 0, 1))
     hashes = splitmix64(low_hashes ^ high_hashes)
@@ -239,9 +241,9 @@ def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
 
 
 def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Callable[[Array], Array]:
-    """Return a function that maps ids of ``etype`` to the train mask of their reverse edges.
+    """Return a function that maps ``etype`` ids to their reverse edges' train mask.
 
-    The mask is True for an edge without a reverse edge among the edges of ``target``.
+    The mask is True for an edge that has no reverse edge in ``target``.
     """
     target_ids = reverse_edge_ids(g, etype, reverse_etype=target)
     target_mask = g.edges[target].data[TRAIN]
@@ -257,9 +259,9 @@ def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Calla
 
 
 class Decoder(nn.Module, ABC):
-    """Scores of (subject, relation, object). Relations are indices, and rows have width d.
+    """Scores triples (subject, relation, object). Relations are indices, and rows have width d.
 
-    A decoder turns a known end and a relation into a query row. It compares the query with rows of the other
+    A decoder turns a known end and a relation into a query row. It compares the query with rows for the other
     end by their dot product, unless it overrides :meth:`_score_pairs` and :meth:`_score_candidates`.
     """
 
@@ -268,29 +270,29 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        """Return the (E, d) queries of (E, d) known rows under (E,) int64 relations.
+        """Return (E, d) queries for (E, d) known rows under (E,) int64 relations.
 
         ``rows`` are subjects and the candidates are objects. ``of_subjects`` swaps them.
         """
 
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        """Return the (E,) scores of (E, d) subjects and objects with (E,) int64 relations."""
+        """Score (E, d) subjects and objects with (E,) int64 relations. Return (E,)."""
         return self._score_pairs(self.query(subject, relation), objects)
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
+        """Score (B, d) subjects with all (C, d) objects under (B,) int64 relations. Return (B, C)."""
         return self._score_candidates(self.query(subject, relation), candidates)
 
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (B, d) objects with (C, d) subjects under (B,) int64 relations."""
+        """Score (B, d) objects with all (C, d) subjects under (B,) int64 relations. Return (B, C)."""
         return self._score_candidates(self.query(objects, relation, of_subjects=True), candidates)
 
     def _score_pairs(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return the (E,) scores of (E, d) queries and rows, pair by pair."""
+        """Score (E, d) queries and rows, pair by pair. Return (E,)."""
         return (query * rows).sum(-1)
 
     def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (B, d) queries with (C, d) candidates."""
+        """Score (B, d) queries with all (C, d) candidates. Return (B, C)."""
         return query @ candidates.T
 
 
@@ -317,10 +319,9 @@ class DistMult(Decoder):
 
 @final
 class ComplEx(Decoder):
-    """``Re(sum_i s_i r_i conj(o_i))`` of complex rows (Trouillon et al. 2016).
+    """``Re(sum_i s_i r_i conj(o_i))`` on complex rows (Trouillon et al. 2016).
 
-    The first half of a row has the real parts, the second half the imaginary parts. ConfigError if ``width``
-    is odd.
+    A row's first half has the real parts, the second half the imaginary parts, so ``width`` must be even.
     """
 
     def __init__(self, num_relations: int, width: int) -> None:
@@ -339,7 +340,7 @@ class ComplEx(Decoder):
 class TransE(Decoder):
     """``margin - |s + r - o|``, with the sum of absolute values (Bordes et al. 2013).
 
-    Trainable rows and relations start within (margin + 2) / d, as in the code of RotatE's authors.
+    Trainable rows and relations start within (margin + 2) / d, as in the code by RotatE's authors.
     """
 
     def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
@@ -362,10 +363,10 @@ class TransE(Decoder):
 
 @final
 class RotatE(Decoder):
-    """``margin - sum_i |s_i exp(i theta_i) - o_i|`` of complex rows (Sun et al. 2019).
+    """``margin - sum_i |s_i exp(i theta_i) - o_i|`` on complex rows (Sun et al. 2019).
 
-    The first half of a row has the real parts, the second half the imaginary parts. A relation has d / 2
-    angles, initially uniform in [-pi, pi). ConfigError if ``width`` is odd.
+    A row's first half has the real parts, the second half the imaginary parts. A relation has d / 2 angles,
+    initially uniform in [-pi, pi). ConfigError if ``width`` is odd.
     """
 
     def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
@@ -381,12 +382,13 @@ class RotatE(Decoder):
         return _multiply_complex(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
 
     def _score_pairs(self, query: Tensor, rows: Tensor) -> Tensor:
-        # The gradient of torch's norm at 0 is 0, where that of sqrt would be NaN.
+        # At 0, torch's norm has the gradient 0, where sqrt would have NaN.
         moduli = torch.linalg.vector_norm(torch.stack((query - rows).chunk(2, -1)), 2, 0)
         return self.margin - moduli.sum(-1)
 
     def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
-        # The queries are split, because the differences of all pairs would be d times as large as the scores.
+        # The queries are split, because the differences for all pairs would be d times as large as the
+        # scores.
         num_queries = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
         batches = torch.split(query, num_queries)
         return torch.cat([self._score_pairs(batch[:, None], candidates) for batch in batches])
@@ -402,7 +404,7 @@ DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
     "complex": ComplEx,
     "rotate": RotatE,
 }
-"""Name to a function of (number of relations, width of rows) that returns a decoder."""
+"""By name, a function from (number of relations, row width) to a decoder."""
 
 
 def _check_halves(name: str, width: int) -> None:
@@ -411,7 +413,7 @@ def _check_halves(name: str, width: int) -> None:
 
 
 def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    """Return the (E, d) complex products of (E, d) rows with the (E, d / 2) parts of complex numbers."""
+    """Multiply complex (E, d) rows by complex numbers with (E, d / 2) real and imaginary parts."""
     real_rows, imaginary_rows = rows.chunk(2, -1)
     real_product = real_rows * real - imaginary_rows * imaginary
     imaginary_product = real_rows * imaginary + imaginary_rows * real
@@ -421,7 +423,7 @@ def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
 def edge_scores(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> dict[EdgeType, Tensor]:
-    """Return {edge type: (E,) scores} of the edges of a pair graph. E may be 0. See :func:`score_pairs`."""
+    """Score the edges in a pair graph, as {edge type: (E,)}. E may be 0. See :func:`score_pairs`."""
     merged = merge_pairs(pair_graph)
     scores = torch.split(score_pairs(decoder, pair_graph, h, etypes), [*merged.sizes])
     return dict(zip(merged.etypes, scores, strict=True))
@@ -430,18 +432,18 @@ def edge_scores(
 def score_pairs(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> Tensor:
-    """Return the (E,) scores of all edges of a pair graph, in the order of its edge types.
+    """Score all edges in a pair graph, as (E,) in the order of its edge types.
 
     The scores are computed even without edges, because every rank must take part in backward.
 
     Args:
-        decoder: Decoder that scores the ends of each edge.
-        pair_graph: Graph of positives or of negatives that an edge loader yields.
-        h: (num_nodes, d) rows of the pair graph's nodes per node type, or a tensor if there is one node type.
+        decoder: Decoder that scores the two ends of each edge.
+        pair_graph: Graph with positives or with negatives that an edge loader yields.
+        h: (num_nodes, d) rows by node type, or a tensor if the pair graph has one node type.
         etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
 
     Raises:
-        ConfigError: a type has fewer rows than nodes.
+        ConfigError: If a type has fewer rows than nodes.
     """
     merged = merge_pairs(pair_graph)
     rows = h if isinstance(h, Tensor) else _concatenate_rows(pair_graph, h)
@@ -452,7 +454,7 @@ def score_pairs(
 
 
 def _concatenate_rows(pair_graph: Any, h: Mapping[str, Tensor]) -> Tensor:
-    """Return the rows of all nodes of a pair graph, type after type. ConfigError if rows are missing."""
+    """Return the rows for all nodes in a pair graph, type after type. ConfigError if rows are missing."""
     template = next(iter(h.values()))
     rows = []
     for ntype in pair_graph.ntypes:
@@ -466,14 +468,14 @@ def _concatenate_rows(pair_graph: Any, h: Mapping[str, Tensor]) -> Tensor:
                 f"there are {len(h[ntype])} rows for the {num_nodes} nodes of type {ntype!r} of the "
                 "pair graph. Return one row per node, in the order of the last block's destinations."
             )
-        # A model may return rows of more nodes.
+        # A model may return rows for more nodes.
         rows.append(h[ntype][:num_nodes])
     return torch.cat(rows)
 
 
 @final
 class LinkModel(nn.Module):
-    """Scores of pairs of nodes from rows that an encoder computes or that are trained directly.
+    """Scores pairs of nodes by rows that an encoder computes or that are trained directly.
 
     Args:
         encoder: Called with blocks and rows. None: trainable rows with ``scale=decoder.row_scale`` are
@@ -482,7 +484,8 @@ class LinkModel(nn.Module):
         etypes: ``g.canonical_etypes``.
 
     Raises:
-        ConfigError: the encoder divides by degrees of the whole graph, which count validation and test edges.
+        ConfigError: If the encoder divides by degrees in the whole graph, which count validation and test
+            edges.
     """
 
     def __init__(self, encoder: nn.Module | None, decoder: Decoder, etypes: Sequence[EdgeType]) -> None:
@@ -496,13 +499,13 @@ class LinkModel(nn.Module):
         self.decoder = decoder
         self.etypes = list(etypes)
 
-        # Without the bias, a dot product of trainable rows would have no weight.
+        # Without the bias, a model with trainable rows and a dot product would have no weight.
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, blocks: Any, h: Any, *pair_graphs: Any) -> list[Tensor]:
-        """Return the (E,) scores of each pair graph, ordered like :func:`score_pairs`."""
+        """Return the (E,) scores for each pair graph, ordered like :func:`score_pairs`."""
         if self.encoder is None:
-            # Without messages, the ends of the edges are the first sources of the only block.
+            # Without messages, the edges' ends are the first sources in the only block.
             inputs = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
             rows = {}
             for ntype, values in inputs.items():
@@ -525,8 +528,8 @@ def compute_rows(
 ) -> Iterator[dict[str, DistTensor]]:
     """Yield the (N, d) rows that a :class:`LinkModel` scores, by node type. Every rank must call this.
 
-    An encoder computes the rows along edges of ``train_mask``. These rows are deleted at the end of the
-    block. Without an encoder, the rows are the inputs.
+    An encoder computes the rows along ``train_mask`` edges. These rows are deleted at the end of the block.
+    Without an encoder, the rows are the inputs.
     """
     module: Any = gather_module(model)
     rows: Any = None if inputs is None else inputs.tensors
@@ -541,26 +544,26 @@ def compute_rows(
 
 
 SplitEdges: TypeAlias = dict[tuple[str, str], Array]
-"""Maps the node types of both ends to this rank's Q edges of a split: (4, Q) int64 with the rows index of the
-edge type in ``g.canonical_etypes``, source, destination, and random destination.
+"""Maps the node types at both ends to this rank's Q edges in a split. They are (4, Q) int64 with these rows:
+index of the edge type in ``g.canonical_etypes``, source, destination, and random destination.
 """
 RankedEdges: TypeAlias = Mapping[tuple[str, str], Mapping[str, Tensor]]
-"""Maps the node types of both ends to columns of Q edges, see :meth:`LinkEvaluation.test_edges`."""
+"""Maps the node types at both ends to columns for Q edges, see :meth:`LinkEvaluation.test_edges`."""
 _NUM_BEST = 10  # maximum number of destinations that are listed for a test edge
 
 
 @final
 class LinkEvaluation:
-    """Filtered ranks and AUC of validation and test edges, for ``evaluate`` of ``FitConfig``.
+    """Computes filtered ranks and AUC on validation and test edges, for ``evaluate`` in ``FitConfig``.
 
-    The destination of an edge is ranked among all nodes of the type. If both ends have one type, the source
-    is ranked, too. True edges of the same relation, of any split, do not count as candidates. ``auc``
-    compares each edge with an edge to a random destination, which the id of the edge determines. The results
-    do not depend on the number of ranks. A rank holds the rows of all nodes of the ranked types.
+    An edge's destination is ranked among all nodes of the type. If both ends have one type, the source is
+    ranked, too. True edges with the same relation, in any split, do not count as candidates. ``auc`` compares
+    each edge with an edge to a random destination, which follows from the edge's id. The results do not
+    depend on the number of ranks. A rank holds the rows for all nodes of the ranked types.
 
     Args:
-        g: The graph, with the masks of :func:`split_edges`.
-        inputs: Input rows of the training.
+        g: The graph, with the masks from :func:`split_edges`.
+        inputs: Input rows that training uses.
         metrics: ``mrr``, ``hits@K``, ``auc`` (or ``roc_auc``), ``average_precision``. Empty: the defaults.
         feature: Node data, used without ``inputs``.
     """
@@ -597,17 +600,19 @@ class LinkEvaluation:
         return metrics
 
     def test_edges(self, model: nn.Module, stored: Mapping[str, DistTensor] | None = None) -> RankedEdges:
-        """Rank this rank's test edges, with ``stored`` rows of :func:`compute_rows`. All ranks call this.
+        """Rank this rank's test edges, with ``stored`` rows from :func:`compute_rows`. All ranks call this.
 
         Returns:
-            By pair of node types, which are the same on all ranks: (Q,) int64 ``relation`` (index in
-                ``g.canonical_etypes``), ``source``, ``destination``; (Q,) ``score`` without the model's bias;
-                (Q,) float64 ``rank`` of the destination, and ``source_rank`` if sources are ranked; (Q, K)
-                ``best``, at most 10 destinations other than the source that are no known edges, and
-                ``best_scores``, which are -inf for missing destinations.
+            Columns by pair of node types. The pairs are the same on all ranks. The columns are:
+
+            - ``relation`` (index in ``g.canonical_etypes``), ``source``, ``destination``: (Q,) int64.
+            - ``score``: (Q,) without the model's bias.
+            - ``rank``: (Q,) float64 for the destination. Also ``source_rank``, if sources are ranked.
+            - ``best``: (Q, K) at most 10 destinations other than the source that are no known edges.
+            - ``best_scores``: (Q, K), -inf for missing destinations.
 
         Raises:
-            ConfigError: on all ranks, if a score is NaN.
+            ConfigError: On all ranks, if a score is NaN.
         """
         module, rows = self._read(model, stored)
 
@@ -623,7 +628,7 @@ class LinkEvaluation:
     def _find_best_ids(
         self, decoder: Decoder, rows: Mapping[str, Tensor], ntypes: tuple[str, str], edges: Array
     ) -> Mapping[str, Tensor]:
-        """Return the columns of :meth:`test_edges` for the edges of a pair of node types."""
+        """Build the :meth:`test_edges` columns for the edges between two node types."""
         num_edges = edges.shape[1]
         num_best = min(_NUM_BEST, len(rows[ntypes[1]]))
         # Scores in bfloat16 are kept as float32, and float64 stays.
@@ -657,9 +662,9 @@ class LinkEvaluation:
         return columns | {"score": scores, "best": best_ids, "best_scores": best_scores}
 
     def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
-        """Return the uncut model, and all rows of each ranked node type. Every rank must call this.
+        """Return the uncut model, and all rows for each ranked node type. Every rank must call this.
 
-        The first call also reads the edges of the splits. ``stored`` are rows of all nodes by type that were
+        The first call also reads the splits' edges. ``stored`` are rows for all nodes by type that were
         computed before. With None, the rows are computed.
         """
         if self._true_edges is None:
@@ -675,13 +680,13 @@ class LinkEvaluation:
         if stored is None:
             open_rows = compute_rows(module, self.g, self.inputs, self.feature)
 
-        # Read the rows of all nodes, because every node of these types may be an answer.
+        # Read the rows for all nodes, because every node of these types may be an answer.
         ntypes = {etype[0] for etype in self.targets} | {etype[2] for etype in self.targets}
         with open_rows as rows:
             return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
     def _read_split(self, split: str) -> SplitEdges:
-        """Return this rank's edges of a split. The ids of the edges determine the random destinations."""
+        """Return this rank's edges in a split. The edges' ids determine the random destinations."""
         g = self.g
         edges_by_ntypes: SplitEdges = {}
         for relation, etype in enumerate(g.canonical_etypes):
@@ -704,15 +709,15 @@ class LinkEvaluation:
         """Return (3, Q) subjects, relations and answers for each end that is ranked."""
         relation, source, destination = edges[:3]
         queries = [np.stack([source, relation, destination])]
-        # Queries for sources have relations beyond all edge types. So their known answers do not mix with
-        # those of queries for destinations.
+        # Queries for sources have relations beyond all edge types. So their known answers do not mix with the
+        # answers to queries for destinations.
         if ntypes[0] == ntypes[1]:
             source_relation = relation + len(self.g.canonical_etypes)
             queries.append(np.stack([destination, source_relation, source]))
         return queries
 
     def _find_true_edges(self, splits: Iterable[SplitEdges]) -> KnownEdges:
-        """Return the true edges that answer the queries of all ranks. Every rank must call this."""
+        """Return the true edges that answer all ranks' queries. Every rank must call this."""
         g = self.g
         id_limit = max(map(self.g.num_nodes, self.g.ntypes))
         empty = np.empty((3, 0), np.int64)
@@ -748,10 +753,10 @@ class LinkEvaluation:
     def _measure_split(
         self, decoder: Decoder, rows: Mapping[str, Tensor], split_edges: SplitEdges
     ) -> dict[str, float]:
-        """Return the metrics of a split by name. Every rank must call this."""
+        """Return a split's metrics by name. Every rank must call this."""
 
         def score_edges() -> tuple[Tensor, Tensor]:
-            """Return the ranks of all ends, and (2, Q) scores of the edges and of their random pairs."""
+            """Return the ranks for all ends, and (2, Q) scores for the edges and for their random pairs."""
             ranks = [torch.empty(0)]
             scores = [torch.empty(2, 0)]
             for ntypes, edges in split_edges.items():
@@ -786,9 +791,9 @@ class LinkEvaluation:
         queries: Sequence[Array],
         after: AfterRanking | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the (Q,) ranks of destinations, then of sources if there are queries for them.
+        """Yield (Q,) ranks for destinations, then for sources if there are queries for them.
 
-        ``queries`` are those of :meth:`_make_queries`. ``after`` is called for destinations only.
+        ``queries`` come from :meth:`_make_queries`. ``after`` is called for destinations only.
         """
         source_rows, destination_rows = (rows[ntype] for ntype in ntypes)
 
@@ -820,22 +825,25 @@ def link_loader(
     opened: OpenedStrategy | None = None,
     **options: Any,
 ) -> Any:
-    """Return the loader of training edges and their negatives. Every rank must call this.
+    """Return a loader over training edges and their negatives. Every rank must call this.
 
-    Messages run along edges of ``train_mask`` (:func:`split_edges`). Edges of the batch, their opposite edges
-    of the same type and those of :func:`find_reverse_types` are left out. Full-graph strategies cannot leave
-    them out, and log that on rank 0.
+    Messages run along ``train_mask`` edges (:func:`split_edges`). Three kinds of edges are left out: those in
+    the batch, their opposite edges in the same type, and those in the types from :func:`find_reverse_types`.
+    Full-graph strategies cannot leave them out, and log that on rank 0.
 
     Args:
+        g: The graph.
+        targets: Edge types to predict.
         fanouts: Neighbours per layer. None: no messages, for a model without encoder.
-        negatives: Number of negatives per edge and replaced end. The destination is replaced, and the source
-            too if both ends of all targets are of one type.
-        inputs: Input rows of the training.
+        batch_size: Edges per rank and step.
+        negatives: Negatives per edge and replaced end. The destination is replaced, and the source too if
+            both ends have one type in all targets.
+        inputs: Input rows that training uses.
         opened: Strategy that makes the loader in a trial. None: the session's strategy.
-        options: Options of :class:`DistEdgeDataLoader`.
+        options: Options for :class:`DistEdgeDataLoader`.
 
     Raises:
-        ConfigError: ``fanouts`` is None, but the strategy passes messages over the graph in each step.
+        ConfigError: If ``fanouts`` is None, but the strategy passes messages over the graph in each step.
     """
     is_trial = opened is not None
     opened = opened or open_strategy(g)
@@ -875,10 +883,10 @@ def link_loader(
 def _find_opposite_edges(
     g: DistGraph, targets: Sequence[EdgeType]
 ) -> dict[EdgeType, dict[EdgeType, DistTensor]]:
-    """Return the ids of the opposite edges of each target, by their type. Every rank must call this."""
+    """Return the opposite edges' ids for each target, by their type. Every rank must call this."""
     opposite_edges = {}
     for etype, reverse_types in find_reverse_types(g, targets).items():
-        # An edge between nodes of one type may have its opposite edge in the same edge type.
+        # An edge between two nodes of one type may have its opposite edge in the same edge type.
         opposite_types = [etype, *reverse_types] if etype[0] == etype[2] else reverse_types
         opposite_edges[etype] = {
             opposite_type: reverse_edge_ids(g, etype, reverse_etype=opposite_type)

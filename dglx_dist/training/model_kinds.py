@@ -12,7 +12,7 @@ from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import suggest_name
 
 LAYER_OPTIONS = ("norm", "residual", "jk")
-"""Options of the operations between the layers of a stack."""
+"""Options for what happens between the layers in a stack."""
 WEIGHTED = "edge_weight"
 
 
@@ -27,10 +27,10 @@ class ModelKind:
     options: tuple[str, ...]
     """Options that not every model has. ``graph``: the norm depends on its degrees."""
     several_types: bool = False
-    """Whether it is for graphs of several node or edge types."""
+    """Whether it is for graphs with several node or edge types."""
 
     def build(self, *arguments: Any, **options: Any) -> Any:
-        """Import the module of the model and build the model."""
+        """Import the model's module and build the model."""
         module, _, name = self.builder.partition(":")
         return getattr(import_module(module), name)(*arguments, **options)
 
@@ -59,12 +59,12 @@ def has_option(model: str, option: str) -> bool:
 
 
 def list_kinds(option: str) -> str:
-    """Return the names of the models that have ``option``, for a message."""
+    """Join the names of the models that have ``option``, for a message."""
     return ", ".join(name for name in KINDS if has_option(name, option))
 
 
 def check_kind(model: str, known: Iterable[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, which suggests the nearest name, if ``model`` is not one of ``known``."""
+    """Raise UnknownNameError, which suggests the nearest name, if ``model`` is not in ``known``."""
     known = tuple(known)
     if model not in known:
         raise UnknownNameError(

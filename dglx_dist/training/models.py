@@ -1,10 +1,10 @@
 """Ready-made models on unchanged ``dgl.nn``.
 
 A custom model gains exact layer-wise inference by one method. ``inference_layers()`` returns one callable per
-layer, first layer first. It maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F) rows of the
-block's sources and the result is (num_dst, H) rows of its destinations. Activation, norm and dropout between
-two convolutions belong to one of the two callables. ``forward(blocks, h)`` then applies the callables in
-order, like :class:`Stack`.
+layer, first layer first. It maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F) rows for the
+block's sources and the result is (num_dst, H) rows for its destinations. If activation, norm and dropout are
+between two convolutions, they belong to one of the two callables. ``forward(blocks, h)`` then applies the
+callables in order, like :class:`Stack`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
 """Maps (block, h) to the next h: tensors, or dictionaries and tuples for several types or outputs."""
 
 RECOMPUTE = ("none", "exchange", "keep")
-"""Values that a layer of a deep model saves for backward: all (``none``), only its input (``exchange``), or
-its input and the rows of other ranks (``keep``). The rest is recomputed, and ``exchange`` also repeats the
-exchange of rows.
+"""Values that a layer in a deep model saves for backward: all (``none``), only its input (``exchange``), or
+its input and the rows from other ranks (``keep``). The rest is recomputed, and ``exchange`` also repeats the
+row exchange.
 """
 
 _NORM = "symmetric_norm"
@@ -44,12 +44,12 @@ _NORM = "symmetric_norm"
 
 @final
 class SymmetricConv(SplittableConv):
-    """GraphConv with Kipf's symmetric norm from the degrees of the whole graph.
+    """GraphConv with Kipf's symmetric norm from the degrees in the whole graph.
 
     ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on
     the batches. Here an edge from u with out-degree o_u to v with in-degree d_v has the norm ``sqrt(d_v) /
-    (k_v sqrt(o_u))`` with k_v drawn in-edges of v. This is the exact norm for the full neighbourhood, and its
-    unbiased estimate for a sample. A degree of 0 counts as 1.
+    (k_v sqrt(o_u))`` if k_v of the edges into v are drawn. This is the exact norm for the full neighbourhood,
+    and its unbiased estimate for a sample. A degree 0 counts as 1.
 
     Blocks need ``dgl.NID`` on both sides. If the layer is split, the owner computes the norms.
     """
@@ -68,7 +68,9 @@ class SymmetricConv(SplittableConv):
         return {_NORM: target_factors[destination] * source_factors[source]}
 
     def _compute_norm_factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
-        """Return factors of the norm: (num_sources,) for the first sources and (D1,) for the targets."""
+        """Return the norm's factors: (num_sources,) for the first sources and (num_dst,) for the
+        destinations.
+        """
         weight = self.conv.weight
         in_degrees = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1)
         out_degrees = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1)
@@ -82,13 +84,13 @@ class SymmetricConv(SplittableConv):
         if self.run_parts is not None or edges or named:
             return super().forward(block, x, *edges, **named)
 
-        # A strategy that exchanges sums passes only the rows of this rank.
+        # A strategy that exchanges sums passes only this rank's rows.
         rows = self._read_sources(block, x)
         weight = self.conv.weight
         source_factors, target_factors = self._compute_norm_factors(block, len(rows))
         rows = rows * source_factors.to(rows).unsqueeze(-1)
 
-        # The order depends on widths only, because all ranks must send the same number of columns.
+        # The order depends on widths only, because all ranks must send equally many columns.
         projects_first = weight.shape[0] > weight.shape[1]
         if projects_first:
             rows = rows @ weight
@@ -116,7 +118,7 @@ class Layered(nn.Module, ABC):
     num_layers: int
     target_scale: Tensor | None
     edge_weight: str | None = None
-    """Edge data of the blocks that multiplies messages. None: messages are not weighed."""
+    """Edge data on the blocks that multiplies messages. None: messages are not weighed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,19 +127,19 @@ class Layered(nn.Module, ABC):
     def standardise(self, mean: Tensor, deviation: Tensor) -> None:
         """From now on, multiply scores with C columns by (C,) ``deviation`` and add (C,) ``mean``.
 
-        The layers then learn standardised targets of a regression, and scores keep the unit of the labels.
+        The layers then learn standardised regression targets, and scores keep the labels' unit.
         ``target_scale`` is (2, C) int64 with the bits of both in float64.
         """
-        # half() and means of floating-point buffers over ranks do not change the bits in an integer buffer.
+        # An integer buffer keeps its bits under half(), and when floating-point buffers are averaged over
+        # ranks.
         bits = torch.stack([mean, deviation]).double().view(torch.int64)
         self.target_scale = bits.to(next(self.parameters()).device)
 
     def forward(self, blocks: Any, h: Any) -> Any:
-        """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last block's
-        destinations.
+        """Map (num_src, F) rows for the first block to (num_dst, C) scores for the last block's destinations.
 
-        ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError for another
-        number of blocks.
+        ``blocks`` are one per layer, input-most first, or one graph for all layers. Any other number of
+        blocks raises ConfigError.
         """
         if isinstance(blocks, dgl.DGLGraph):
             blocks = [blocks] * self.num_layers
@@ -159,7 +161,7 @@ class Layered(nn.Module, ABC):
         return layers
 
     def _rescale_result(self, last: InferenceLayer, block: Any, h: Any) -> Any:
-        """Call the last layer, and return its rows on the scale of the targets (rows * deviation + mean)."""
+        """Call the last layer, and return its rows on the targets' scale (rows * deviation + mean)."""
         assert self.target_scale is not None
         mean, deviation = self.target_scale.view(torch.float64)
 
@@ -183,7 +185,7 @@ class Layered(nn.Module, ABC):
 
     @abstractmethod
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
-        """Return the (num_dst, H) result of one layer on (num_src, F) rows."""
+        """Return one layer's (num_dst, H) result on (num_src, F) rows."""
 
 
 @final
@@ -245,7 +247,7 @@ class ResGCN(Layered):
 def _make_appender(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
     """Return a function that appends halo rows to local rows, and exchanges the halo only once.
 
-    Later calls, which recompute a layer in backward, use the halo rows of the first call. Without ``keep``,
+    Later calls, which recompute a layer in backward, use the halo rows from the first call. Without ``keep``,
     or for blocks without halo rows, the function returns its argument.
     """
     exchange = getattr(block, "all_rows", None)
@@ -266,17 +268,17 @@ def _make_appender(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
 
 @final
 class Stack(Layered):
-    """A sequence of convolutions, with norm, activation and dropout after all except the last.
+    """Stacks convolutions, with norm, activation and dropout after all except the last.
 
     A convolution is called as ``conv(block, h)`` and returns (num_dst, H) rows, or (num_dst, heads, H) rows
     for attention.
 
-    The following options need ``widths``, the columns of the features and of all results. ``residual`` adds
-    the input of a layer to its result, with a linear map if widths differ. It starts at the second layer,
-    because the first layer may be split by input columns. With ``jk`` (jumping knowledge), a linear map of
-    the results of all layers gives the scores. The results are concatenated (``cat``), or reduced to their
-    maximum (``max``). A layer then returns a tuple with the rows of all layers so far. ConfigError if
-    ``norm`` or ``jk`` is unknown.
+    The following options need ``widths``, the columns in the features and in all results. ``residual`` adds a
+    layer's input to its result, with a linear map if widths differ. It starts at the second layer, because
+    the first layer may be split by input columns. With ``jk`` (jumping knowledge), a linear map on all
+    layers' results gives the scores. The results are concatenated (``cat``), or reduced to their maximum
+    (``max``). A layer then returns a tuple with the rows from all layers so far. ConfigError if ``norm`` or
+    ``jk`` is unknown.
     """
 
     def __init__(
@@ -315,7 +317,7 @@ class Stack(Layered):
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
         """Compute layer ``depth``, and its residual connection, norm, activation, dropout and head.
 
-        With a head (jumping knowledge), each layer passes on a tuple with the rows of all layers so far.
+        With a head (jumping knowledge), each layer passes on a tuple with the rows from all layers so far.
         """
         inputs = h if isinstance(h, tuple) else (h,)
         newest_input = inputs[-1]
@@ -337,7 +339,7 @@ class Stack(Layered):
         if self.head is None:
             return out
 
-        # The input of the first layer are features, which the head does not get.
+        # The first layer's input are features, which the head does not get.
         earlier_rows = [rows[:num_dst] for rows in inputs] if depth else []
         rows_of_layers = (*earlier_rows, out)
         if not is_last:
@@ -411,19 +413,19 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
         kind: ``sage`` (mean), ``gcn``, ``gat``, ``gatv2``, ``gin`` (sum, two linear maps), ``mlp``; ``sgc``
             (one linear map to the classes and a mean per layer, without ``hidden``), ``appnp`` or ``resgcn``.
         in_dim: Number of feature columns.
-        hidden: Width between layers. For attention, of all heads together.
+        hidden: Width between layers. For attention, over all heads together.
         classes: Width of the result.
         layers: Number of layers, at least 1.
         dropout: Probability in [0, 1).
-        heads: Number of attention heads of ``gat`` and ``gatv2``. Must divide ``hidden``.
-        graph: For ``gcn``, the graph with the degrees of the symmetric norm (:class:`SymmetricConv`). Without
-            it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
-        teleport: Share of the first scores in :class:`APPNP`. Other kinds ignore it.
-        between: ``norm``, ``residual`` and ``jk`` of :class:`Stack`, for the first kinds up to ``mlp``.
+        heads: Attention heads in ``gat`` and ``gatv2``. Must divide ``hidden``.
+        graph: For ``gcn``, the graph with the degrees for the symmetric norm (:class:`SymmetricConv`).
+            Without it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
+        teleport: Share that the first scores have in :class:`APPNP`. Other kinds ignore it.
+        between: ``norm``, ``residual`` and ``jk`` for :class:`Stack`, for the first kinds up to ``mlp``.
 
     Raises:
-        UnknownNameError: ``kind`` is unknown.
-        ConfigError: a value is out of range, or ``kind`` does not support one of ``between``.
+        UnknownNameError: If ``kind`` is unknown.
+        ConfigError: If a value is out of range, or ``kind`` does not support an option in ``between``.
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
@@ -450,7 +452,7 @@ def _check_sizes(owner: str, in_dim: int, hidden: int, classes: int, layers: int
         )
 
 
-# Nodes without in-neighbours are a property of the graph, not an error.
+# Nodes without in-neighbours are normal in a graph, not an error.
 _MEAN = {"norm": "right", "allow_zero_in_degree": True}
 
 
@@ -463,7 +465,7 @@ Conv: TypeAlias = Callable[..., nn.Module]
 
 
 def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
-    """Return a function that builds a :class:`Stack` of the layers that ``conv`` makes."""
+    """Return a function that builds a :class:`Stack` from the layers that ``conv`` makes."""
 
     def build(
         in_dim: int,

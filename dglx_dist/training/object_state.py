@@ -1,4 +1,4 @@
-"""State of optimizers by names of parameters, and of other objects with ``state_dict``, in a checkpoint."""
+"""Save optimizers by parameter name, and other objects with ``state_dict``, in a checkpoint."""
 
 import inspect
 from collections import Counter, OrderedDict
@@ -31,7 +31,7 @@ class Stateful(Protocol):
 
 
 def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of the objects' states by ``<name>/<number>``, and their JSON values by name."""
+    """Split the objects' states into tensors by ``<name>/<number>``, and JSON values by name."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, stateful in objects.items():
@@ -80,10 +80,10 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
-    """Return the entry of the objects in ``state.json``. Every rank must call this.
+    """Return the entry that describes the objects in ``state.json``. Every rank must call this.
 
-    The entry has the ``values`` of all objects. If values or tensors differ between ranks, it has the values
-    of each rank under ``per_rank``.
+    The entry has the objects' ``values``. If values or tensors differ between ranks, it has each rank's
+    values under ``per_rank``.
     """
     # Tensors are saved in another file, so only their checksums are compared here.
     checksums = {}
@@ -96,14 +96,14 @@ def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], s
 
 
 def find_prefix(entry: Mapping[str, Any], rank: int) -> str:
-    """Return the prefix of the tensors that a rank reads."""
+    """Return the prefix for the tensors that a rank reads."""
     return f"objects/{rank}/" if "per_rank" in entry else "objects/"
 
 
 def select_values(
     path: object, entry: Mapping[str, Any], objects: Mapping[str, Stateful], session: Session
 ) -> Mapping[str, Any]:
-    """Return the saved values of this rank. Raise CheckpointError if ``objects`` are not the saved ones."""
+    """Return this rank's saved values. Raise CheckpointError if ``objects`` are not the saved ones."""
     is_per_rank = "per_rank" in entry
     saved_states = [entry.get("values", {})]
     index = 0
@@ -137,7 +137,7 @@ def select_values(
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo the encoding of :func:`split_objects`. Raise LookupError or TypeError if the value is damaged."""
+    """Undo the encoding by :func:`split_objects`. Raise LookupError or TypeError if the value is damaged."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -173,7 +173,7 @@ def check_optimizer(
 ) -> None:
     """Raise CheckpointError if the saved state does not fit ``optimizer``. None fits every state.
 
-    Raises ValueError if the checkpoint has state of a parameter that is in none of its groups.
+    Raises ValueError if the checkpoint has state for a parameter that is in none of its groups.
     """
     if optimizer is None:
         return
@@ -206,11 +206,11 @@ def check_optimizer(
 def join_optimizer(
     model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Join the results of :func:`split_optimizer` to the state of the uncut model. All ranks call this.
+    """Join :func:`split_optimizer` results to the state for the uncut model. All ranks call this.
 
-    Each rank has a slice of some parameters. A rank may lack the tensors of a slice without columns, which
-    never had a gradient. Zeros replace these tensors. Values that exist once per parameter, such as steps,
-    come from the lowest rank.
+    Each rank has a slice of some parameters. If a rank's slice has no columns, it never had a gradient, and
+    its tensors may be missing. Zeros replace these tensors. Values that exist once per parameter, such as
+    steps, come from the lowest rank.
     """
     if not isinstance(model, WrappedModel) or not model.parts.local:
         return dict(tensors), dict(plain)
@@ -297,8 +297,8 @@ def build_optimizer_state(
     plain: dict[str, Any],
 ) -> dict[str, Any]:
     """Undo :func:`split_optimizer`. Return the state that the optimizer loads."""
-    # The saved state refers to parameters by name, and torch's state by position. The order of the parameters
-    # depends on the strategy.
+    # The saved state refers to parameters by name, and torch's state by position. The positions depend on the
+    # strategy.
     positions = {name: position for position, name in _name_parameters(optimizer, model).items()}
     state: dict[int, dict[str, Any]] = {}
     for name, scalars in plain["scalars"].items():
@@ -316,7 +316,7 @@ def build_optimizer_state(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load ``state`` with the dtypes of its tensors. Torch would convert most to the parameters' dtype."""
+    """Load ``state`` with its tensors' dtypes. Torch would convert most to the parameters' dtype."""
     optimizer.load_state_dict(state)
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for position, parameter in enumerate(parameters):
@@ -329,7 +329,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 def _check_group(
     optimizer: torch.optim.Optimizer, index: int, settings: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:
-    """Raise ValueError if the optimizer cannot continue with these settings and states of a group."""
+    """Raise ValueError if the optimizer cannot continue with a group's settings and states."""
     group = optimizer.param_groups[index]
     for key, value in settings.items():
         allowed_type = bool if isinstance(group.get(key), bool) else float | int | Tensor
@@ -342,7 +342,7 @@ def _check_group(
     if not is_from_torch or type(optimizer) is torch.optim.LBFGS:
         return
 
-    # A parameter of each dimension stands for all of that dimension, with the size 2 along each axis.
+    # One parameter per number of dimensions stands for all with that number, with the size 2 along each axis.
     examples: dict[int, Tensor] = {}
     for parameter in group["params"]:
         shape = (2,) * parameter.dim()
@@ -366,9 +366,9 @@ def _check_group(
 def _take_example_step(
     optimizer_type: type[Any], examples: Mapping[int, Tensor], settings: Mapping[str, Any]
 ) -> Mapping[Tensor, Any]:
-    """Return the state of a new optimizer after a step on ``examples``. ValueError if the step fails.
+    """Return a new optimizer's state after a step on ``examples``. ValueError if the step fails.
 
-    Torch checks the arguments of an optimizer, but not the values of a loaded group.
+    Torch checks an optimizer's arguments, but not the values in a loaded group.
     """
     for parameter in examples.values():
         gradient = torch.ones_like(parameter)
@@ -385,7 +385,7 @@ def _take_example_step(
 
 
 def _name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by its position. One that ``model`` does not have gets a number."""
+    """Return each parameter's name by its position. One that ``model`` does not have gets a number."""
     names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {index: names_by_id.get(id(parameter), f"#{index}") for index, parameter in enumerate(parameters)}

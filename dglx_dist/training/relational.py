@@ -1,7 +1,7 @@
-"""R-GCN and HGT for graphs of several node or edge types.
+"""R-GCN and HGT for graphs with several node or edge types.
 
-Both map ``{node type: (num_src, width)}`` rows of the input-most block's sources to ``{node type: (num_dst,
-out_dim)}``. For a graph of one node type, input and output may be tensors.
+Both map ``{node type: (num_src, width)}`` rows for the input-most block's sources to ``{node type: (num_dst,
+out_dim)}``. For a graph with one node type, input and output may be tensors.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 @final
 class EntityInputs:
-    """Input rows of every node type of a batch. Not collective.
+    """Provides a batch's input rows for every node type. Not collective.
 
     Args:
-        feature: Node data of the types that have it.
-        embeddings: Node type to its embedding, which has precedence over features. With one node type, its
+        feature: Node data on the types that have it.
+        embeddings: By node type, an embedding that takes precedence over features. With one node type, its
             name is ``g.ntypes[0]``.
-        as_tensor: Whether models get the rows of the only node type as a tensor, not as a dictionary.
+        as_tensor: Whether models get the only node type's rows as a tensor, not as a dictionary.
 
     Raises:
-        ConfigError: a type has neither, its features are not (N, F), or an embedding has an unknown type or
-            another number of rows than the type has nodes.
+        ConfigError: If a type has neither, its features are not (N, F), or an embedding has an unknown type
+            or does not have one row per node.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EntityInputs:
 
     @property
     def feature_widths(self) -> dict[str, int]:
-        """Number of feature columns of the types without an embedding."""
+        """Number of feature columns for the types without an embedding."""
         return {
             ntype: self._g.nodes[ntype].data[self.feature].shape[1]
             for ntype in self._g.ntypes
@@ -91,7 +91,7 @@ class EntityInputs:
 
     @property
     def tensors(self) -> Any:
-        """All rows of every type, for ``inputs`` of :func:`layerwise_inference`."""
+        """All rows for every type, as ``inputs`` for :func:`layerwise_inference`."""
         rows = self._tensors()
         return rows[self._g.ntypes[0]] if self._as_tensor else rows
 
@@ -105,12 +105,12 @@ class EntityInputs:
         return tensors
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of all embeddings."""
+        """Drop the gradients in all embeddings."""
         for embedding in self._embeddings.values():
             embedding.reset_trace()
 
     def __call__(self, block: Any) -> Any:
-        """Return {node type: (num_src, width)} of the input-most block. Fetch missing features."""
+        """Return {node type: (num_src, width)} for the input-most block. Fetch missing features."""
         rows = {ntype: self._rows(block, ntype) for ntype in block.srctypes}
         return rows[block.srctypes[0]] if self._as_tensor else rows
 
@@ -130,10 +130,11 @@ def _merge_types(
 ) -> tuple[Any, Tensor, Tensor]:
     """Merge a block to one node type and one edge type. Sources begin with the destinations, type by type.
 
-    Return the merged block, the (num_src,) int64 indices of the sources' node types, and the (E,) int64
-    indices of the edges' types.
+    Returns:
+        The merged block, the sources' node type indices, (num_src,) int64, and the edges' type indices, (E,)
+            int64.
     """
-    # The merged sources are the destinations of all types, and then the other sources of all types.
+    # The merged sources are all types' destinations, and then all types' other sources.
     num_other = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
     total_dst = sum(num_dst.values())
     first_dst = _accumulate_starts(num_dst, 0)
@@ -154,7 +155,7 @@ def _merge_types(
     ends = torch.cat(destinations), torch.cat(sources)
     merged = create_block("coo", *ends, num_src=num_src, num_dst=total_dst)
 
-    # A tensor of counts is avoided, because copying it to a device would block.
+    # A tensor with counts is avoided, because copying it to a device would block.
     node_types = []
     for counts in (num_dst, num_other):
         for index, count in enumerate(counts.values()):
@@ -174,7 +175,7 @@ Rows: TypeAlias = dict[str, Tensor]
 
 
 def make_module_name(kind: str | EdgeType) -> str:
-    """Return a module name for a type, without dots and different from any attribute of ModuleDict."""
+    """Return a module name for a type, without dots and different from any ModuleDict attribute."""
     name = str(kind).replace("%", "%25").replace(".", "%2E")
     return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
 
@@ -183,15 +184,15 @@ class RelationalModel(Layered):
     """Input projections, followed by layers over the blocks.
 
     Args:
-        feature_widths: Node type to its number of feature columns. A linear layer maps them to ``hidden``.
-            Rows of other types (embeddings) are used directly and must have width ``hidden``.
+        feature_widths: Number of feature columns by node type. A linear layer maps them to ``hidden``. Rows
+            for other types (embeddings) are used directly and must have width ``hidden``.
         hidden: Width between the layers.
         layers: Number of blocks.
-        out_types: Node types of the result. None: all.
+        out_types: Node types in the result. None: all.
 
     Raises:
-        ConfigError: a number is below 1, or a type does not exist. In ``forward``: rows of an embedding do
-            not have width ``hidden``.
+        ConfigError: If a number is below 1, or a type does not exist. In ``forward``: if an embedding's rows
+            do not have width ``hidden``.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class RelationalModel(Layered):
 
     @abstractmethod
     def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
-        """Map (num_src, hidden) rows of every type to (num_dst, ...) rows of the destinations."""
+        """Map (num_src, hidden) rows for every type to (num_dst, ...) rows for the destinations."""
 
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
@@ -244,12 +245,12 @@ class RelationalModel(Layered):
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
     def apply_first_layer(self, block: Any, h: Rows) -> Rows:
-        """Map the input rows of every type to (num_dst, ...) rows of the destinations."""
+        """Map the input rows for every type to (num_dst, ...) rows for the destinations."""
         rows = {ntype: self.project_rows(ntype, x) for ntype, x in h.items()}
         return self.apply_layer(0, block, _complete_sources(block, rows))
 
     def project_rows(self, ntype: str, rows: Tensor) -> Tensor:
-        """Return (n, hidden) rows of the input rows of one type."""
+        """Project one type's input rows to (n, hidden)."""
         name = make_module_name(ntype)
         if name in self.project:
             return self.project[name](rows)
@@ -263,7 +264,7 @@ class RelationalModel(Layered):
 
 
 def _complete_sources(block: Any, h: Rows) -> Rows:
-    """Return the rows of all sources. A block with sources on other ranks gets their rows.
+    """Return the rows for all sources. If a block has sources on other ranks, their rows are fetched.
 
     Raises ConfigError if ``block`` has another number of sources.
     """
@@ -291,7 +292,7 @@ def build_relational(
     out_types: Sequence[str] | None,
     **options: Any,
 ) -> RelationalModel:
-    """Build the ready-made model of several types that ``config`` names, with its options and ``options``."""
+    """Build the ready-made model for several types that ``config`` names. ``options`` add to its own."""
     kind = KINDS[config.model]
     options |= {name: getattr(config, name) for name in kind.options}
     options |= {"layers": config.layers, "out_types": out_types}
@@ -304,18 +305,18 @@ class RGCN(RelationalModel, SplitsTypes):
     """Relational graph convolution (Schlichtkrull et al. 2018): a mean per relation.
 
     ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. A relation
-    without in-edges of a destination contributes nothing to this destination.
+    without edges into a destination contributes nothing to it.
 
-    Args beside those of :class:`RelationalModel`:
+    Args, in addition to those in :class:`RelationalModel`:
         out_dim: Width of the result.
-        num_bases: Number of weight matrices that relations share and mix. None: each relation has its own.
+        num_bases: How many weight matrices relations share and mix. None: each relation has its own.
         dropout: Probability, after the activation between layers.
-        norm: ``layer`` adds a LayerNorm of each node type before that activation.
+        norm: ``layer`` adds a LayerNorm per node type before that activation.
         residual: Whether layers except the first and the last one add their input.
 
     Raises:
-        ConfigError: a number is out of range, ``norm`` is unknown, a type does not exist, or ``num_bases`` is
-            set for a graph with two edge types of the same relation name.
+        ConfigError: If a number is out of range, ``norm`` is unknown, a type does not exist, or ``num_bases``
+            is set for a graph with two edge types that have the same relation name.
     """
 
     def __init__(  # noqa: PLR0913 - all but four have defaults
@@ -376,18 +377,18 @@ class RGCN(RelationalModel, SplitsTypes):
         return self.finish_layer(depth, block, h, rows, num_dst)
 
     def list_result_types(self, depth: int) -> list[str]:
-        """Return the node types of the rows that a layer returns."""
+        """Return the node types for which a layer returns rows."""
         is_last = depth == self.num_layers - 1
         return [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
 
     def count_destinations(self, depth: int, block: Any) -> dict[str, int]:
-        """Return the number of rows of each type that a layer returns."""
+        """Return how many rows a layer returns for each type."""
         return {ntype: block.num_dst_nodes(ntype) for ntype in self.list_result_types(depth)}
 
     def sum_relations(
         self, depth: int, block: Any, h: Rows, num_dst: Mapping[str, int], *, bias: bool = True
     ) -> Tensor:
-        """Return own rows plus means of all relations, type by type. Types that ``h`` lacks add nothing."""
+        """Return own rows plus the means over all relations, type by type. Types not in ``h`` add nothing."""
         linears: Any = self.own[depth]
         own_rows = []
         for ntype, count in num_dst.items():
@@ -395,7 +396,7 @@ class RGCN(RelationalModel, SplitsTypes):
             x = h[ntype][:count] if ntype in h else linear.weight.new_zeros(0, linear.in_features)
             product = linear(x) if bias else F.linear(x, linear.weight)
             if ntype not in h:
-                # Zeros have the dtype of products too, because autocast chooses it.
+                # Zeros have the products' dtype too, because autocast chooses it.
                 product = product.new_zeros(count, linear.out_features)
             own_rows.append(product)
 
@@ -417,7 +418,7 @@ class RGCN(RelationalModel, SplitsTypes):
         return rows.index_add(0, targets, torch.cat(products))
 
     def finish_layer(self, depth: int, block: Any, h: Rows, rows: Tensor, num_dst: Mapping[str, int]) -> Rows:
-        """Return sums by type, in inner layers after residual connection, norm, activation and dropout."""
+        """Return the rows by type. Inner layers apply residual connection, norm, activation and dropout."""
         if depth == self.num_layers - 1:
             return _split_by_type(rows, num_dst)
         if self._residual and depth:
@@ -433,11 +434,11 @@ class RGCN(RelationalModel, SplitsTypes):
 
 @final
 class RgcnStages(SplittableConv):
-    """Stages of the projections and the first layer of :class:`RGCN`.
+    """Stages for the projections and the first layer in :class:`RGCN`.
 
     The projections are cut. Other weights before the activation are linear in the projected rows, so every
-    part applies them to its share. The part that owns a block also adds the biases of the projections, and
-    the rows of types that are not cut.
+    part applies them to its share. The part that owns a block also adds the projections' biases, and the rows
+    for types that are not cut.
     """
 
     replaced = "apply_first_layer"
@@ -445,7 +446,7 @@ class RgcnStages(SplittableConv):
 
     def __init__(self, model: RGCN, widths: Mapping[str, int]) -> None:
         super().__init__(model)
-        # The tuple avoids a registration of the model as a submodule.
+        # The tuple keeps the model from being registered as a submodule.
         self._model = (model,)
         names = {ntype: make_module_name(ntype) for ntype in model.ntypes}
         self.cut_types = {
@@ -476,7 +477,7 @@ class RgcnStages(SplittableConv):
         return {t: linears[make_module_name(t)].out_features for t in model.list_result_types(0)}
 
     def split_modules(self) -> set[nn.Module]:
-        # The dropout of the model follows the first layer.
+        # The model's dropout follows the first layer.
         return set()
 
     def make_input(
@@ -485,7 +486,7 @@ class RgcnStages(SplittableConv):
         return make_typed_input(block, by_type)
 
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return a (D1, H) share for each type of the result."""
+        """Return a (D1, H) share for each type in the result."""
         model = self._model[0]
         h = {}
         for ntype, end in inputs.by_type.items():
@@ -515,11 +516,14 @@ class RgcnStages(SplittableConv):
 def _merge_relations(
     block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType], num_dst: Mapping[str, int]
 ) -> tuple[Any, dict[int, int], Tensor] | None:
-    """Merge the edges of a block, with a destination for each pair of relation and destination.
+    """Merge a block's edges, with a destination for each pair of relation and destination.
 
-    Return a block from all sources, type by type, to the (n,) pairs that have edges, relation by relation; a
-    mapping from the index of each relation with edges to the number of its pairs; and the (n,) int64
-    destination of each pair among those of the requested types. Return None without edges.
+    Returns:
+        None without edges. Otherwise:
+
+        - A block from all sources, type by type, to the (n,) pairs that have edges, relation by relation.
+        - A mapping from each relation with edges, by its index, to the number of its pairs.
+        - Each pair's (n,) int64 destination, counted among destinations that have the requested types.
     """
     # One product covers all relations. Separate products would each touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
@@ -545,7 +549,7 @@ def _merge_relations(
         return None
 
     all_sources = torch.cat(sources)
-    # The offsets of the merged edges begin with a 0.
+    # The merged edges' offsets begin with a 0.
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = create_block("csc", indptr, all_sources, num_src=sum(num_src.values()), num_dst=len(indptr) - 1)
     return merged, sizes, torch.cat(targets)
@@ -560,11 +564,10 @@ def _find_destinations(degree: Tensor) -> Tensor:
 
 @final
 class HGT(RelationalModel):
-    """Heterogeneous graph transformer (Hu et al. 2020): ``dgl.nn.HGTConv`` layers and a linear layer at the
-    end.
+    """Heterogeneous graph transformer (Hu et al. 2020): ``dgl.nn.HGTConv`` layers, then a linear layer.
 
-    Args beside those of :class:`RelationalModel`:
-        out_dim: Width of the result. ``hidden`` is the width of all heads together.
+    Args, in addition to those in :class:`RelationalModel`:
+        out_dim: Width of the result. ``hidden`` is the width over all heads together.
         heads: Number of attention heads. Must divide ``hidden``.
         dropout: Probability inside the convolutions.
     """

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound=RunOptions)
 FACTS = "configuration"
-"""Key in ``extra`` of a checkpoint: the facts that :func:`check_same` compares."""
+"""Key in a checkpoint's ``extra`` for the facts that :func:`check_same` compares."""
 LAUNCH = "launch"
-"""Key of the torchrun start that saved the checkpoint."""
+"""Key for the torchrun start that saved the checkpoint."""
 PRECISION = "precision"
-"""Key of the precision of forward passes."""
+"""Key for the precision in forward passes."""
 
 
 def resolve_resume(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
     """Return ``config`` with the settings that the checkpoints decide. Every rank must call this.
 
     If there are checkpoints and ``overwrite`` does not replace them, ``resume`` and ``goes_on`` are set.
-    Without ``precision``, that of the checkpoint is used.
+    Without ``precision``, the checkpoint's precision is used.
 
     This function comes before all other collectives, because ranks with different settings would wait for
     each other in them. Raises ConfigError if the settings differ between ranks.
@@ -57,7 +57,7 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
             extra = checkpoint.read_extra(checkpoints)
 
     if extra is not None and not config.resume:
-        # A restart resumes from checkpoints of its launch. It only replaces those of earlier runs.
+        # A restart resumes from its launch's checkpoints. It only replaces those from earlier runs.
         is_same_launch = extra.get(LAUNCH) == launch
         if is_same_launch or not config.overwrite:
             config = replace(config, resume=True, overwrite=False, goes_on=True)
@@ -71,14 +71,14 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
 
 
 def _name_task(config: RunOptions) -> str:
-    """Return the name of the task. It is ``own`` for a function of the user."""
+    """Return the task's name. It is ``own`` for a user's function."""
     return config.task if isinstance(config.task, str) else "own"
 
 
 def check_same(extra: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
     """Raise ConfigError if the checkpoints in ``where`` belong to a run with other facts.
 
-    ``extra`` are the JSON values of the newest of these checkpoints.
+    ``extra`` are the JSON values from the newest checkpoint.
     """
     differences = find_differences(extra, facts)
     if differences:
@@ -89,13 +89,13 @@ def check_same(extra: Mapping[str, Any], facts: Mapping[str, object], where: obj
 
 
 def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
-    """Return a text with the facts that differ from ``extra`` of a checkpoint. It is empty if none do."""
+    """List the facts that differ from a checkpoint's ``extra``. The text is empty if none do."""
     current_facts = json.loads(json.dumps(facts))
     # Facts that an earlier version did not save are not compared.
     saved_facts = {**current_facts, **saved.get(FACTS, {})}
     changes = []
     for name, value in current_facts.items():
-        # The texts of two NaN values are equal, but the values are not.
+        # Two NaN values have equal texts, but are not equal.
         if json.dumps(saved_facts[name]) != json.dumps(value):
             changes.append(f"{name}: {saved_facts[name]} -> {value}")
 
@@ -103,7 +103,7 @@ def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> s
 
 
 class Progress:
-    """Contents of ``extra`` in a checkpoint of ``dx.fit``. TypeError or ValueError: a value is invalid."""
+    """Values that ``dx.fit`` keeps in a checkpoint's ``extra``. TypeError or ValueError if invalid."""
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         best = extra.get("best")
@@ -115,7 +115,7 @@ class Progress:
         self.metrics = _check_numbers(extra.get("metrics", {}))
         self.deciding = extra.get("deciding")
         self.so_far = [_check_numbers(figures) for figures in extra.get("so_far", [])]
-        """Figures of the unfinished epoch, by rank."""
+        """Figures for the unfinished epoch, by rank."""
 
 
 def _check_number(value: object) -> float:
@@ -131,7 +131,7 @@ def _check_numbers(values: Mapping[str, object]) -> dict[str, float]:
 UPDATE_OPTIONS = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
 
 TRAINED_WITH = "strategy"
-"""Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
+"""Key in a checkpoint's ``extra``: the strategy's name and options, and the cache that ``auto`` chose."""
 
 
 def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -166,14 +166,14 @@ def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimiz
 
 
 def _to_json_value(value: object) -> object:
-    """Return a setting of an optimizer as JSON. Objects become their ``repr``."""
+    """Convert an optimizer's setting to JSON. Objects become their ``repr``."""
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
 def describe_strategy(session: Session) -> dict[str, object]:
-    """Return name, options and chosen cache of the strategy, which later runs read from a checkpoint.
+    """Return the strategy's name, options and chosen cache, which later runs read from a checkpoint.
 
     The options are None if they may have credentials or are not JSON.
     """

@@ -1,4 +1,4 @@
-"""Tasks: the meaning of labels, the loss of a step, and exact metrics."""
+"""Tasks: what labels mean, the loss in a step, and exact metrics."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Maps (B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows. Ignored if B is 0."""
 _FEW_CLASSES, _CLASSES_OF_FEW = 1000, 100
-"""Numbers of classes that are accepted for any number of nodes, and for any number of training nodes."""
+"""Class counts that are accepted for any number of nodes, and for any number of training nodes."""
 _ROWS_AT_ONCE = 1 << 16
-"""Number of rows of scores and labels that a rank reads at a time."""
+"""Rows of scores and labels that a rank reads at a time."""
 
 
 def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) -> tuple[str, int]:
-    """Return the task of the labels of ``ntype``, and the width of a model's scores. All ranks call this.
+    """Find the task that ``ntype`` labels are for, and the width of a model's scores. All ranks call this.
 
     The width is 0 for classification, because ``g.num_classes`` has it. ConfigError if the labels do not fit
     the task.
@@ -54,7 +54,7 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
     width = math.prod(shape)
     is_row = len(shape) <= 1
 
-    # A single column of real numbers is a regression by default, even if all of them are 0 or 1.
+    # A single column with real numbers is a regression by default, even if all are 0 or 1.
     can_be_binary = len(shape) == 1 and not (is_real and width == 1)
     if requested != AUTO_TASK:
         can_be_binary = len(shape) == 1 and requested == MULTILABEL
@@ -108,14 +108,14 @@ def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> N
 
 
 def split_owned_rows(g: DistGraph, ntype: str) -> Iterator[slice]:
-    """Yield slices of this rank's rows, each of at most ``_ROWS_AT_ONCE`` rows."""
+    """Yield slices over this rank's rows, each with at most ``_ROWS_AT_ONCE`` rows."""
     first, last = g.get_node_partition_policy(ntype).owned_range
     for begin in range(first, last, _ROWS_AT_ONCE):
         yield slice(begin, min(begin + _ROWS_AT_ONCE, last))
 
 
 def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
-    """Return whether all labels of all ranks are 0 or 1. Every rank must call this."""
+    """Return whether all labels on all ranks are 0 or 1. Every rank must call this."""
 
     def count_other_values() -> int:
         count = 0
@@ -129,14 +129,15 @@ def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
 
 
 def choose_loss(task: str, weights: Tensor | None = None) -> LossFunction:
-    """Return the loss function of ``task``.
+    """Return the loss function for ``task``.
 
     A weighted loss is divided by the number of rows, not by the sum of the weights. Otherwise the mean over
     the ranks' means would not be the mean over all rows.
 
     Args:
-        weights: Result of :func:`compute_class_weights`. For a regression, (K,) standard deviations that the
-            error is divided by.
+        task: Name of the task.
+        weights: Result from :func:`compute_class_weights`. For a regression, (K,) standard deviations that
+            divide the error.
     """
     if task == CLASSIFICATION:
         return F.cross_entropy if weights is None else partial(_weighted_cross_entropy, weights)
@@ -159,7 +160,7 @@ def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> 
 
 
 def _match_scores(labels: Tensor, scores: Tensor) -> Tensor:
-    """Return labels in the shape and dtype of the scores. ConfigError if the columns do not match."""
+    """Return labels in the scores' shape and dtype. ConfigError if the columns do not match."""
     _check_columns(labels, scores)
     # Autocast computes these losses in float32.
     dtype = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
@@ -177,11 +178,15 @@ def _weighted_cross_entropy(weights: Tensor, scores: Tensor, labels: Tensor) -> 
 
 
 def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
-    """Return the ``balanced`` weights of the classes, (C,) float32. Every rank must call this.
+    """Compute ``balanced`` class weights, (C,) float32. Every rank must call this.
 
-    For classification they are n / (C * n_c) with n_c training nodes of class c out of n, and 0 for a class
-    without any. For multilabel they are the number of zeros divided by the number of ones of each column, and
-    1 for a column without zeros or ones. ConfigError on all ranks if a training node has no class.
+    For classification, class c has the weight n / (C * n_c) if n_c of all n training nodes have it. A class
+    without training nodes has the weight 0.
+
+    For multilabel, a column's weight is the number of its zeros divided by the number of its ones. A column
+    without zeros or ones has the weight 1.
+
+    Raises ConfigError on all ranks if a training node has no class.
     """
     if task == REGRESSION:
         raise ConfigError("class weights need classes, but the task is regression. Remove the class weights.")
@@ -194,13 +199,13 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
         return labels
 
     labels = run_on_all_ranks(g.session, read, ConfigError)
-    # The dataset knows the number of classes only for its own column of labels.
+    # The dataset knows the number of classes only for its own label column.
     largest_here = int(labels.max()) if is_class and len(labels) else 0
     largest = int(gather_int64([largest_here], g.session).max())
     classes = max(g.dataset.manifest.num_classes.get(ntype, 0), largest + 1)
     counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
 
-    # The number of rows of this rank is appended, so that one sum over the ranks is enough.
+    # This rank's number of rows is appended, so that one sum over the ranks is enough.
     counts = torch.cat([counts, torch.tensor([len(labels)])])
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
     ones = counts[:-1].float()
@@ -211,7 +216,7 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
 
 
 def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
-    """Return the (K,) float64 means and standard deviations of the columns of the targets in ``mask``.
+    """Return means and standard deviations, (K,) float64, of the target columns in ``mask``.
 
     Every rank must call this. The deviation is 0 if the targets are equal in float32 or there are none.
     """
@@ -225,7 +230,7 @@ def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Te
 
 
 def to_probabilities(task: str, scores: Tensor) -> Tensor:
-    """Return the probabilities for (B, C) scores of classes or labels. Return other scores unchanged."""
+    """Convert (B, C) scores for classes or labels to probabilities. Return other scores unchanged."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
     return scores.sigmoid() if task == MULTILABEL else scores
@@ -243,7 +248,7 @@ def to_predictions(task: str, scores: Tensor) -> Tensor:
 def measure(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the metrics ``names`` of (N, C) scores in a mask, NaN if it is empty. All ranks call this."""
+    """Compute the metrics ``names`` for (N, C) scores in a mask, NaN if it is empty. All ranks call this."""
     if not names:
         return {}
     mask_scores, labels, _ = collect_targets(scores, g, ntype, label, mask, task)
@@ -282,7 +287,7 @@ def collect_targets(
 
 
 def compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
-    """Return one metric over the rows of all ranks. Every rank must call it, also without rows."""
+    """Compute one metric over all ranks' rows. Every rank must call it, also without rows."""
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
         return metric(scores, _match_scores(labels, scores), session)
@@ -337,7 +342,7 @@ def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype:
 
 
 def training_nodes(g: DistGraph, ntype: str) -> Tensor:
-    """Return this rank's share of the ``train_mask`` of one type. Every rank must call this.
+    """Return this rank's share of one type's ``train_mask``. Every rank must call this.
 
     Raises ConfigError on all ranks if the mask marks no node.
     """
@@ -357,7 +362,7 @@ def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
 
 
 def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
-    """Return the share of the largest class among test targets, -1 without classes. All ranks call this."""
+    """Return the largest class's share among test targets, -1 without classes. All ranks call this."""
     classes = g.dataset.manifest.num_classes.get(ntype, 0)
     if classes == 0:
         return -1.0
@@ -369,18 +374,18 @@ def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """Loss of one batch on this rank."""
+    """The loss on one batch on this rank."""
 
     loss: Tensor
     """() mean over this rank's targets, with a gradient even without targets."""
     num_targets: int
-    """Number of targets as the loader counts them: destinations, or positive edges."""
+    """Targets as the loader counts them: destinations, or positive edges."""
     num_correct: int | Tensor
-    """Number of correct targets, for the train accuracy. A () tensor avoids waiting for the device."""
+    """Correct targets, for the train accuracy. A () tensor avoids waiting for the device."""
 
 
 Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
-"""Maps (wrapped model, batch of the loader) to its loss. It calls the model once and no collective."""
+"""Maps (wrapped model, batch from the loader) to its loss. It calls the model once and no collective."""
 
 
 @final
@@ -392,9 +397,9 @@ class NodeClassification:
     feature: str = FEATURE
     label: str = LABEL
     ntype: str | None = None
-    """Type of the classified nodes. Required with several node types."""
+    """Node type to classify. Required with several node types."""
     inputs: EntityInputs | None = None
-    """Input rows by node type. None: ``feature`` of the only type."""
+    """Input rows by node type. None: the only type's ``feature``."""
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         _, _, blocks = batch
@@ -416,14 +421,14 @@ class NodeClassification:
 class LinkPrediction:
     """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
 
-    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
-    both graphs' edges, (P,) and (Q,), over all edge types. An edge with a score above 0 is correct.
+    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns scores for the
+    edges in both graphs, (P,) and (Q,), over all edge types. An edge with a score above 0 is correct.
     """
 
     loss: LossFunction = F.binary_cross_entropy_with_logits
-    """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
+    """Loss on (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
     pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Loss that replaces ``loss``, of (P,) scores and (P, Q / P) scores of each edge's negatives, such as
+    """Loss that replaces ``loss``, on (P,) scores and (P, Q / P) scores for each edge's negatives, such as
     :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct.
     """
     feature: str = FEATURE
@@ -447,9 +452,9 @@ class LinkPrediction:
 
 
 def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
-    """Return the (Q,) scores of negatives as (P, Q / P), one row for each positive pair.
+    """Reshape the negatives' (Q,) scores to (P, Q / P), one row for each positive pair.
 
-    Raises ConfigError unless every edge has the same number of negatives.
+    Raises ConfigError unless every edge has equally many negatives.
     """
     merged = merge_pairs(pairs)
     sizes = merge_pairs(negative_pairs).sizes
@@ -467,8 +472,8 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
 
 
 def check_inputs(g: DistGraph, inputs: EntityInputs | None, strategy: str) -> None:
-    """Raise ConfigError if ``strategy`` does not fetch the embeddings of ``inputs``."""
-    # Of several types, those without features keep whole rows.
+    """Raise ConfigError if ``strategy`` does not fetch the embeddings in ``inputs``."""
+    # With several types, those without features keep whole rows.
     if inputs is None or STRATEGIES.get(strategy).traits.features == "rows" or len(g.ntypes) > 1:
         return
     embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
@@ -481,9 +486,9 @@ def check_inputs(g: DistGraph, inputs: EntityInputs | None, strategy: str) -> No
 
 
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
-    """Return the input rows of a block, or rows by node type, in the dtype of the model's weights.
+    """Return a block's input rows, or rows by node type, in the dtype of the model's weights.
 
-    Without ``inputs``, they are the column ``feature`` of the block's sources.
+    Without ``inputs``, they are the column ``feature`` on the block's sources.
     """
     weight = find_float_parameter(model)
 

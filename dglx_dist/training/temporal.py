@@ -1,4 +1,4 @@
-"""Link prediction over time: edges of the past train, and edges of the future are ranked."""
+"""Link prediction over time: past edges train, and future edges are ranked."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 _NUM_CANDIDATES = 50
-"""Number of random destinations that each validation and test edge is ranked among."""
+"""Random destinations that each validation and test edge is ranked among."""
 
 
 @final
 class TemporalLinks:
-    """Training edges up to a time, and the evaluation of later edges, for ``evaluate`` of ``FitConfig``.
+    """Trains on edges up to a time, and evaluates later edges, for ``evaluate`` in ``FitConfig``.
 
     Edges up to the first of the two times are for training, later ones up to the second time for validation,
     and the others for testing. Edges without a time are in no split. Every pair is scored from edges before
-    its time, so no edge of the future, of that moment, or of the batch is sampled. The destination of a
-    validation or test edge is ranked among 50 random nodes, which the id of the edge determines. The results
-    do not depend on the number of ranks. Every rank must construct this.
+    its time, so no edge in the future, at that moment, or in the batch is sampled. The destination of a
+    validation or test edge is ranked among 50 random nodes, which follow from the edge's id. The results do
+    not depend on the number of ranks. Every rank must construct this.
 
     Args:
         targets: Edge types to predict.
-        time: Name of the edge column of times, which all edge types must have.
-        split_times: End of the training edges, and end of the validation edges.
+        time: Name of the edge column with times, which all edge types must have.
+        split_times: Where the training edges end, and where the validation edges end.
         fanouts: Number of edges per node, with layer 1 first.
-        inputs: Input rows of the training. None: the node data ``feat``.
+        inputs: Input rows that training uses. None: the node data ``feat``.
         metrics: ``mrr``, ``hits@K``, ``auc`` or ``roc_auc``, and ``average_precision``.
 
     Raises:
-        ConfigError: on all ranks, if an edge type has no times, or no target is a training edge.
+        ConfigError: On all ranks, if an edge type has no times, or no target is a training edge.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class TemporalLinks:
     def train_loader(
         self, g: DistGraph, targets: Sequence[EdgeType], *, batch_size: int, negatives: int, **options: Any
     ) -> Any:
-        """Return the loader of training edges and their negatives. Every rank must call this.
+        """Return a loader over training edges and their negatives. Every rank must call this.
 
-        Destinations are replaced, and sources too if both ends of all targets are of one type. ``g`` and
-        ``targets`` are those of this object. ``options`` are those of :class:`DistEdgeDataLoader`.
+        Destinations are replaced, and sources too if both ends have one type in all targets. ``g`` and
+        ``targets`` are this object's. ``options`` are for :class:`DistEdgeDataLoader`.
         """
         replaces_sources = all(etype[0] == etype[2] for etype in targets)
         sampler = Uniform(negatives, "both" if replaces_sources else "tail")
@@ -126,7 +126,7 @@ class TemporalLinks:
         return metrics
 
     def _find_time_dtype(self) -> str:
-        """Return the dtype of the times. Raise ConfigError if an edge type has none."""
+        """Return the times' dtype. Raise ConfigError if an edge type has none."""
         columns = find_time_columns(self.g.dataset.manifest, self._time, None)
         missing = [etype for etype in self.g.canonical_etypes if etype not in columns.edges]
         if missing:
@@ -141,7 +141,7 @@ class TemporalLinks:
         return view_as_numpy(times).astype(self._dtype)
 
     def _find_edges(self, etype: EdgeType, split: str, start: float, end: float) -> Tensor:
-        """Return the ids of this rank's share of the edges later than ``start``, up to ``end``."""
+        """Return the ids for this rank's share of the edges later than ``start``, up to ``end``."""
         policy = self.g.get_edge_partition_policy(etype)
 
         def mark_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
@@ -158,9 +158,9 @@ class TemporalLinks:
         return ids
 
     def _describe_loader(self, split: str, negatives: Uniform) -> dict[str, Any]:
-        """Return the arguments of a loader of a split."""
+        """Return the arguments for a split's loader."""
         edges = self._edges[split]
-        # With the moment before its time, an edge sees neither itself nor its opposite edge, nor any edge of
+        # With the moment before its time, an edge sees neither itself nor its opposite edge, nor any edge at
         # that moment.
         seed_times = {}
         for etype, ids in edges.items():
@@ -173,7 +173,7 @@ class TemporalLinks:
         }
 
     def _score(self, module: Any, loader: DistEdgeDataLoader) -> tuple[Tensor, Tensor]:
-        """Return the (Q,) scores of this rank's edges, and the (Q, K) scores of their candidates."""
+        """Return (Q,) scores for this rank's edges, and (Q, K) scores for their candidates."""
         positives = [torch.empty(0)]
         negatives = [torch.empty(0, _NUM_CANDIDATES)]
 
@@ -187,7 +187,7 @@ class TemporalLinks:
         return torch.cat(positives), torch.cat(negatives)
 
     def _compute_metric(self, name: str, positive: Tensor, negative: Tensor) -> float:
-        """Return a metric of the (Q,) scores of edges and the (Q, K) scores of their candidates."""
+        """Compute a metric from the edges' (Q,) scores and their candidates' (Q, K) scores."""
         session = self.g.session
         if name in ("auc", "roc_auc", "average_precision"):
             compute_metric = average_precision if name == "average_precision" else roc_auc

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: one after another in a file, with their names, positions and checksums."""
+"""Store a checkpoint's tensors one after another in a file, with their names, positions and checksums."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from dglx_dist.training.object_state import format_dtype, parse_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """Position, type and checksum of a tensor in a checkpoint."""
+    """A tensor's position, type and checksum in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class SavedTensor:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[str, Any]]:
-    """Write ``tensors`` to a new file and flush it to disk. Return their entries of ``state.json``."""
+    """Write ``tensors`` to a new file and flush it to disk. Return their entries for ``state.json``."""
     entries = {}
     with path.open("wb") as file:
         for name, tensor in tensors.items():
@@ -60,7 +60,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
 
 
 def read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
-    """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
+    """Check an entry in ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
     file_name = entry["file"]
     path = folder / file_name
     if path.name != file_name:
@@ -92,7 +92,7 @@ def select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if names, shapes or dtypes of the saved model differ from those of ``model``."""
+    """Raise CheckpointError if the saved model's names, shapes or dtypes differ from those in ``model``."""
     remedy = "Build the model as in the saved run."
     saved_model = select_prefix("model/", saved_tensors)
     for name in model:

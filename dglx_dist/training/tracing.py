@@ -1,4 +1,4 @@
-"""Records of a training run beside its metrics: trace file, bytes by pair of ranks, TensorBoard."""
+"""Record a training run beside its metrics: trace file, bytes by pair of ranks, TensorBoard."""
 
 import logging
 import math
@@ -40,19 +40,19 @@ def check_trace(path: Path, session: Session) -> None:
 
 
 def rank_path(path: Path, rank: int) -> Path:
-    """Return the path for the trace of one ``rank`` after a failure: ``trace.rank-2.json``."""
+    """Return the path for one rank's trace after a failure: ``trace.rank-2.json``."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 @contextmanager
 def record_steps(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
-    """Record the first steps of the block and write the trace at its end. Every rank must call this.
+    """Record the block's first steps and write the trace at its end. Every rank must call this.
 
     Rank 0 writes the trace and replaces an earlier one. After a failure each rank writes its own part on its
     own machine, see :func:`rank_path`.
 
-    Yield a function to call after each step. Nothing is recorded without ``file``, or while the timeline of
-    the session records already. StorageError if the trace cannot be written, before the block if possible.
+    Yield a function to call after each step. Nothing is recorded without ``file``, or while the session's
+    timeline records already. StorageError if the trace cannot be written, before the block if possible.
     """
     if file is None or session.timeline.on:
         yield lambda: None
@@ -62,7 +62,7 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
     timeline = session.timeline
     num_completed = 0
     check_trace(path, session)
-    # The traces of an earlier failed run would be misleading beside the new one.
+    # The traces from an earlier failed run would be misleading beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(rank_path(path, session.topology.rank)))
 
     def count_step() -> None:
@@ -91,7 +91,7 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
 
 
 def _collect_spans(session: Session, clock: Clock) -> RankSpans:
-    """Return the spans of this rank, with times on the clock of rank 0."""
+    """Return this rank's spans, with times on rank 0's clock."""
     rank = session.topology.rank
     timeline = session.timeline
     return RankSpans(
@@ -104,10 +104,10 @@ def _collect_spans(session: Session, clock: Clock) -> RankSpans:
 
 
 def _gather_spans(own_spans: RankSpans, session: Session) -> list[RankSpans]:
-    """Return the spans of all ranks on rank 0, and an empty list on other ranks. All ranks call this."""
+    """Return all ranks' spans on rank 0, and an empty list on other ranks. All ranks call this."""
     all_spans = []
     own_values = asdict(own_spans)
-    # The ranks send in turn, because the spans of a rank may have megabytes.
+    # The ranks send in turn, because a rank's spans may have megabytes.
     for source in range(session.topology.world_size):
         values = broadcast_json(own_values, session, source)
         if session.topology.rank == 0:
@@ -117,7 +117,7 @@ def _gather_spans(own_spans: RankSpans, session: Session) -> list[RankSpans]:
 
 
 def _write_part(path: Path, trace: TraceFile, session: Session) -> None:
-    """Write the trace of this rank. A failure is only logged, so that it hides no error of training."""
+    """Write this rank's trace. A failure is only logged, so that it hides no training error."""
     path = rank_path(path, session.topology.rank)
     try:
         check_replaceable(path)
@@ -131,7 +131,7 @@ def _write_part(path: Path, trace: TraceFile, session: Session) -> None:
 def _build_trace(
     spans: Sequence[RankSpans], num_completed: int, num_steps: int, session: Session
 ) -> TraceFile:
-    """Return the trace of some ranks after ``num_completed`` steps, of which ``num_steps`` are recorded."""
+    """Build the trace for some ranks after ``num_completed`` steps. At most ``num_steps`` are recorded."""
     facts = {
         "strategy": session.strategy,
         "options": hide_credentials(session.options),
@@ -146,7 +146,7 @@ def _build_trace(
 
 
 def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
-    """Sum the bytes of all ranks. Return phase to [source, destination, bytes]. Every rank must call this."""
+    """Sum the bytes over all ranks, by phase, as [source, destination, bytes]. Every rank must call this."""
     own_entries = [[*pair, num_bytes] for pair, num_bytes in sent.items()]
     totals = Counter[Pair]()
     for phase, source, destination, num_bytes in chain.from_iterable(gather_json(own_entries, session)):
@@ -163,8 +163,9 @@ def open_scalars_writer(
 ) -> Iterator[Callable[[EpochRecord], None]]:
     """Yield a callback that writes figures for TensorBoard. Every rank must call this.
 
-    Figures of earlier runs from ``epoch`` on are replaced. The callback does nothing without ``folder``. If a
-    write fails, the callback logs a warning and stops writing. StorageError if the folder cannot be written.
+    Figures from earlier runs are replaced from ``epoch`` on. The callback does nothing without ``folder``. If
+    a write fails, the callback logs a warning and stops writing. StorageError if the folder cannot be
+    written.
     """
 
     def open_writer() -> Any:
@@ -205,7 +206,7 @@ def open_scalars_writer(
 def format_live_figures(
     step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
 ) -> dict[str, str]:
-    """Return the figures of a run on rank 0 after ``step`` of ``total`` steps, at ``speed`` steps/s."""
+    """Return a run's figures on rank 0 after ``step`` of ``total`` steps, at ``speed`` steps/s."""
     return {
         "epoch": str(step // of_epoch),
         "step": f"{step % of_epoch}/{of_epoch}",
@@ -220,7 +221,7 @@ def format_live_figures(
 def hide_credentials(options: Mapping[str, object]) -> dict[str, object]:
     """Return options without values that may be credentials. Mappings become names, URLs host and path.
 
-    Headers and URLs of a functions endpoint may have keys, and traces are shared.
+    A functions endpoint may have keys in its headers and URLs, and traces are shared.
     """
     shown_options: dict[str, object] = {}
     for name, value in options.items():
@@ -235,10 +236,10 @@ def hide_credentials(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
-    """Return the record of an epoch from the figures of all ranks.
+    """Combine all ranks' figures to an epoch's record.
 
-    Counts and bytes are summed over the ranks, and the seconds are those of the slowest rank. Phases are
-    means. Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would
+    Counts and bytes are summed over the ranks, and the seconds are those on the slowest rank. Phases are
+    means. Ranks in lock-step wait and exchange at different times, so the sum over the longest phases would
     exceed the epoch. The compute time is the remainder.
     """
 

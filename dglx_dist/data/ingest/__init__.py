@@ -1,1 +1,1 @@
-"""Ingestion of tables larger than memory."""
+"""Read tables larger than memory into a dataset."""

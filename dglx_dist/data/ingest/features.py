@@ -1,4 +1,4 @@
-"""Feature transforms and the feature tensors of one type. Names and settings are GraphStorm's."""
+"""Transform features, and write one type's feature tensors. Names and settings are GraphStorm's."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from dglx_dist.records import FEATURE, Array, ColumnInfo
 
 _STATISTIC_SETTINGS = ("max_val", "min_val", "sum", "mapping")
 MAX_CATEGORIES = 1 << 14
-"""Maximum number of distinct texts of a categorical column."""
+"""Maximum number of distinct texts in a categorical column."""
 _Text: TypeAlias = Annotated[str, Within(1)]
 _Number: TypeAlias = Annotated[float, Within(-1e308, 1e308)]
 _Numbers: TypeAlias = Annotated[tuple[_Number, ...], Within(1)]
@@ -32,7 +32,7 @@ _Codes: TypeAlias = Annotated[Mapping[str, int], Within(1)]
 
 
 class Transform(ABC):
-    """Transform of one column. If ``needs_scan`` is set, all rows must be scanned first."""
+    """Transforms one column. If ``needs_scan`` is set, all rows must be scanned first."""
 
     needs_scan = False
 
@@ -44,7 +44,7 @@ class Transform(ABC):
         """Update the statistics with some rows."""
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        """Return settings that include the statistics of the table ``where``, for later tables."""
+        """Return settings that include the statistics from the table ``where``, for later tables."""
         return self.settings
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Transform(ABC):
 
 
 def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
-    """Make one transform for each column of a feature."""
+    """Make one transform for each column that a feature reads."""
     classes: Mapping[str, type[Transform]] = {
         "max_min_norm": MaxMin,
         "standard": Standard,
@@ -66,7 +66,7 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
     for i, column in enumerate(spec.columns):
         settings = dict(spec.settings)
         for key, value in spec.settings.items():
-            # The statistics of several columns are lists, see join_settings.
+            # For several columns, the statistics are lists; see join_settings.
             if num_columns > 1 and isinstance(value, list) and len(value) == num_columns:
                 settings[key] = value[i]
         fields = Fields(settings, f"{spec.transform} of the column {column!r}")
@@ -75,7 +75,7 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
 
 
 def join_settings(column_settings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Join the settings of a feature's columns. Statistics become lists."""
+    """Join the settings for a feature's columns. Statistics become lists."""
     if len(column_settings) == 1:
         return column_settings[0]
     joined: dict[str, Any] = {}
@@ -102,11 +102,11 @@ class Unchanged(Transform):
 
 
 class _Scaled(Transform):
-    """Numbers scaled by statistics. Each position of a list has its own statistics."""
+    """Scales numbers by statistics. Each position in a list has its own statistics."""
 
     needs_scan = True
     _reductions: ClassVar[Mapping[str, np.ufunc]]
-    """Functions that compute the statistics, by the name of the setting."""
+    """Functions that compute the statistics, by the setting's name."""
 
     def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
@@ -132,7 +132,7 @@ class _Scaled(Transform):
         if len(matrix) == 0:
             return matrix
         for statistic in self._statistics.values():
-            # A statistic of length 1 comes from the settings and is for all positions.
+            # A statistic with length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
                 raise rows.error(f"a row of {matrix.shape[1]} numbers, but earlier have {len(statistic)}", 0)
         return matrix
@@ -152,7 +152,7 @@ class MaxMin(_Scaled):
         if len(self._statistics) < 2:
             raise column_error(where, self.column, "has no row to find its minimum and maximum in")
 
-        # The bounds limit the statistics of the table, but not statistics from the settings.
+        # The bounds limit the table's statistics, but not statistics from the settings.
         for key, name, clip in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
@@ -176,7 +176,7 @@ class MaxMin(_Scaled):
 
 @final
 class Standard(_Scaled):
-    """Values divided by the sum of all values, which GraphStorm calls standard."""
+    """Divides values by their sum, which GraphStorm calls standard."""
 
     _reductions: ClassVar = {"sum": np.add}
 
@@ -193,7 +193,7 @@ class Standard(_Scaled):
 
 @final
 class Categorical(Transform):
-    """One-hot columns (int8) of the distinct texts in alphabetical order. Rows without text are all 0."""
+    """One-hot columns (int8) for the distinct texts in alphabetical order. Rows without text are all 0."""
 
     needs_scan = True
 
@@ -233,7 +233,7 @@ class Categorical(Transform):
         return one_hot
 
     def _read_texts(self, rows: TableColumn) -> tuple[Array, Any]:
-        """Return the (T,) row of each text, and the texts. Empty texts are left out."""
+        """Return the (T,) row for each text, and the texts. Empty texts are left out."""
         value_type = rows.values.type
         if pa.types.is_nested(value_type):
             raise rows.error(f"holds {value_type}; to_categorical needs one value or separated texts per row")
@@ -250,7 +250,7 @@ class Categorical(Transform):
 
 
 def add_texts(seen: set[str], texts: Any, rows: TableColumn, hint: str) -> None:
-    """Add the distinct ``texts`` of ``rows`` to ``seen``.
+    """Add the distinct texts in ``rows`` to ``seen``.
 
     If there are too many, DatasetError is raised with ``hint``.
     """
@@ -261,7 +261,7 @@ def add_texts(seen: set[str], texts: Any, rows: TableColumn, hint: str) -> None:
 
 
 def _read_matrix(rows: TableColumn, separator: str | None = None) -> Array:
-    """Return the (K, width) numbers of some rows. A column with one number per row has the width 1."""
+    """Read some rows as (K, width) numbers. A column with one number per row has the width 1."""
     numbers = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
     if numbers.ndim == 1:
         return numbers.reshape(len(numbers), -1)
@@ -270,7 +270,7 @@ def _read_matrix(rows: TableColumn, separator: str | None = None) -> Array:
 
 @final
 class Features:
-    """Features of one type. Features with the same name are columns of one tensor."""
+    """One type's features. Features with the same name are columns in one tensor."""
 
     def __init__(self, specs: Sequence[FeatureSpec], batch_bytes: int) -> None:
         self._batch_bytes = batch_bytes
@@ -290,14 +290,14 @@ class Features:
             transform.scan(piece.columns[transform.column])
 
     def finalize(self, where: str) -> list[Mapping[str, Any]]:
-        """Return the settings of each feature, including statistics of the table ``where``."""
+        """Return each feature's settings, including statistics from the table ``where``."""
         settings = []
         for transforms in self._spec_transforms:
             settings.append(join_settings([transform.finalize(where) for transform in transforms]))
         return settings
 
     def info(self, name: str, table: PiecewiseTable) -> ColumnInfo:
-        """Return dtype and row shape of one tensor from the first row, which must exist.
+        """Return one tensor's dtype and row shape from the first row, which must exist.
 
         Without out_dtype, floating-point numbers become float32, and integers keep their dtype. One number
         per row is a scalar. The model's input is always a float32 matrix.
@@ -317,13 +317,13 @@ class Features:
         return ColumnInfo(dtype=dtype, row_shape=row_shape)
 
     def chunks(self, name: str, table: PiecewiseTable, info: ColumnInfo) -> Iterator[Array]:
-        """Yield the (k, *row) rows of one tensor, in the dtype of ``info``."""
+        """Yield one tensor's (k, *row) rows, in the dtype that ``info`` names."""
         transforms = self._tensors[name]
         width = max(1, int(np.prod(info.row_shape)))
         chunk_rows = max(1, self._batch_bytes // (8 * width))
         column_names = [transform.column for transform in transforms]
         for piece in table.pieces(column_names):
-            # Errors should name all columns of the tensor.
+            # Errors should name all columns in the tensor.
             columns = replace(piece.columns[column_names[0]], name=", ".join(column_names))
             for first in range(0, piece.num_rows, chunk_rows):
                 rows = _transform_rows(transforms, piece, first, chunk_rows)
@@ -342,7 +342,7 @@ def _transform_rows(transforms: Sequence[Transform], piece: TablePiece, first: i
 
 
 def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
-    """Return ``rows`` in the dtype of ``info``. Raise DatasetError if a value does not fit."""
+    """Cast ``rows`` to the dtype that ``info`` names. Raise DatasetError if a value does not fit."""
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
             raise columns.error(f"holds {rows.dtype}, but the first row {info.dtype}; give out_dtype", 0)

@@ -1,4 +1,4 @@
-"""Ingestion of tables larger than memory into a dataset of one part, within a memory limit."""
+"""Ingest tables larger than memory into a dataset with one part, within a memory limit."""
 
 import copy
 import json
@@ -47,15 +47,15 @@ class Ingested:
 
     manifest: Manifest
     description: Mapping[str, Any]
-    """Description with the statistics of its transforms, for later tables."""
+    """Description with the transforms' statistics, for later tables."""
     peak_bytes: int
-    """Peak memory of the process since its start."""
+    """The process's peak memory since its start."""
 
 
 def _ingest_nodes(
     spec: TypeSpec[str], *, is_text: bool, seed: int, output: DatasetOutput
 ) -> tuple[TypeRows, IdMap]:
-    """Write the nodes of one type, and return them with the map from their ids to node numbers."""
+    """Write one type's nodes, and return them with the map from their ids to node numbers."""
     folder = node_folder(0, spec.kind)
     rows = TypeRows(spec, folder, output)
     column = None
@@ -71,7 +71,7 @@ def _ingest_nodes(
             continue
         ids = parse_ids(piece.columns[column], is_text=is_text)
         if is_text:
-            id_bytes += pc.sum(pc.binary_length(ids)).as_py() or 0  # The sum of no ids is None.
+            id_bytes += pc.sum(pc.binary_length(ids)).as_py() or 0  # Without ids, the sum is None.
         else:
             id_bytes += 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
@@ -132,7 +132,7 @@ def _ingest_edges(
     seed: int,
     output: DatasetOutput,
 ) -> TypeRows:
-    """Write the edges of one type. ``reverse`` is the type of the reverse edges, which have no tensors."""
+    """Write one type's edges. ``reverse`` is the type for the reverse edges, which have no tensors."""
     rows = TypeRows(spec, edge_folder(0, spec.kind), output)
     for _ in rows.scan():
         pass  # The scan collects statistics, and its pieces are not needed.
@@ -159,7 +159,7 @@ def _ingest_edges(
 def _write_structure(
     etype: EdgeType, ends: tuple[Spill, Spill], sizes: tuple[int, ...], name: str, output: DatasetOutput
 ) -> SortedEdges:
-    """Sort and write the edges of one type. ``sizes`` are the numbers of sources and destinations."""
+    """Sort and write one type's edges. ``sizes`` counts sources and destinations."""
     num_edges = ends[0].num_rows
     num_sources, num_destinations = sizes
     stream = EdgeStream(
@@ -181,11 +181,11 @@ def _write_structure(
 
 
 def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
-    """Return a function that reorders table rows like the edges. ``rows`` has the table row of each edge."""
+    """Return a function that reorders table rows like the edges. ``rows`` has each edge's table row."""
     folder = output.work / "forward" / "arrange"
     memory = output.budget.bucket
     num_edges = rows.num_rows
-    # The inverse permutation: the position of each table row among the sorted edges.
+    # The inverse permutation: each table row's position among the sorted edges.
     scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
     first_edge = 0
     for chunk in rows.chunks(memory // 64 + 1):
@@ -206,16 +206,16 @@ def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
 
 
 def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
-    """Read the tables and write a dataset of one part atomically. One process calls this function.
+    """Read the tables and write a dataset with one part atomically. One process calls this function.
 
-    Pieces of tables and buckets of ids and edges are in memory, but no array of all nodes or edges. Temporary
-    files take about three times the edges, beside the dataset.
+    Memory holds pieces of tables, and buckets with ids and edges, but no array over all nodes or edges.
+    Temporary files take about three times the edges, beside the dataset.
 
     Raises:
-        ConfigError: the memory limit is too small for the program or one sort, a setting of a transform is
+        ConfigError: If the memory limit is too small for the program or one sort, a transform's setting is
             invalid, a reverse type already exists, or another output path is inside the dataset.
-        DatasetError: a value in a table is wrong. The message names file, row and column.
-        StorageError: the target is not empty, or cannot be written.
+        DatasetError: If a value in a table is wrong. The message names file, row and column.
+        StorageError: If the target is not empty, or cannot be written.
     """
     out = plan.out.absolute()
     check_target(out, plan.overwrite)
@@ -267,7 +267,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
 
 
 def write_description(ingested: Ingested, path: Path) -> None:
-    """Write the description with the statistics of its transforms. Raise ConfigError if that fails."""
+    """Write the description with its transforms' statistics. Raise ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ingested.description, indent=1) + "\n", encoding="utf-8")
@@ -328,7 +328,7 @@ def _find_text_types(config: IngestConfig) -> dict[str, bool]:
 
 
 def _count_steps(config: IngestConfig, num_reverse: int) -> int:
-    """Return about the number of files to write, for the progress."""
+    """Count roughly how many files will be written, for the progress."""
     specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
     num_steps = 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Lookup of nodes by their ids, in memory or in files."""
+"""Look up nodes by their ids, in memory or in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dglx_dist.data.validate import column_error, describe_repeated_id, first_re
 from dglx_dist.records import Array
 
 _TABLE_BYTES = 96
-"""Approximate bytes per id of a hash table and sorted copies, beside the id itself."""
+"""Approximate bytes per id for a hash table and sorted copies, in addition to the id itself."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -25,9 +25,9 @@ class IdMap:
     """Maps ids to node numbers. Ids other than 0..N-1 are stored in files (buckets).
 
     Args:
-        folder: Folder of the buckets. Each fits in ``memory`` bytes.
+        folder: Folder for the buckets. Each fits in ``memory`` bytes.
         is_text: Whether ids are texts (large_string) instead of int64.
-        id_bytes: Size of all ids that will be added, or None if they are 0..N-1.
+        id_bytes: Bytes of all ids that will be added, or None if they are 0..N-1.
         memory: Number of bytes to look up at a time.
     """
 
@@ -39,19 +39,19 @@ class IdMap:
         self.is_range = id_bytes is None
         self._folder = folder
         self._memory = memory
-        # The number of buckets is rounded up, so that each bucket fits.
+        # The bucket count is rounded up, so that each bucket fits.
         table_bytes = (id_bytes or 0) + _TABLE_BYTES * num_nodes
         self._num_buckets = max(1, (table_bytes + memory - 1) // memory)
 
     def read(self, table: PiecewiseTable, column: str) -> Iterator[tuple[TablePiece, Any]]:
-        """Yield the ids of a column as pyarrow arrays, with their pieces."""
+        """Yield a column's ids as pyarrow arrays, with their pieces."""
         for piece in table.pieces([column]):
             yield piece, parse_ids(piece.columns[column], is_text=self.is_text)
 
     def add(self, ids: Any, first_row: int, folder: Path | None = None) -> None:
-        """Append ``ids`` with their rows to the buckets of the map, or to buckets in ``folder``.
+        """Append ``ids`` with their rows to the map's buckets, or to buckets in ``folder``.
 
-        Each bucket is a file with a sequence of Arrow streams.
+        Each bucket is a file with several Arrow streams, one after the other.
         """
         folder = folder or self._folder
         buckets = self._find_buckets(ids)
@@ -80,9 +80,9 @@ class IdMap:
         raise column_error(str(path), column, describe_repeated_id(name, earlier_name), row_in_file)
 
     def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
-        """Return the (E,) int64 node numbers of the E ids in a column, in the order of the rows.
+        """Return (E,) int64 node numbers for the E ids in a column, in row order.
 
-        Raises DatasetError if an id is unknown. The message names the file and the row of the first one.
+        Raises DatasetError if an id is unknown. The message names the file and the first such row.
         """
         unknown_ids = _UnknownIds()
         node_numbers = Spill(folder / "nodes", np.int64)
@@ -103,7 +103,7 @@ class IdMap:
         return node_numbers
 
     def _look_up(self, num_rows: int, unknown_ids: _UnknownIds, folder: Path) -> Iterator[Array]:
-        """Yield the node numbers of the ids that were added to the buckets of lookups, in row order."""
+        """Yield node numbers, in row order, for the ids that were added to the lookup buckets."""
         scatter = ScatteredRows(folder / "rows", num_rows, np.int64, memory=self._memory)
         for bucket in range(self._num_buckets):
             # An empty bucket has no file.
@@ -122,17 +122,17 @@ class IdMap:
         yield from scatter.chunks()
 
     def _find_buckets(self, ids: Any) -> Array:
-        """Return the bucket of each id. Equal ids have equal buckets."""
+        """Return each id's bucket. Equal ids have equal buckets."""
         if self.is_text:
             return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
-        # The highest bits of the product are used, because they depend on all bits of an id.
+        # The product's highest bits are used, because they depend on all bits of an id.
         with np.errstate(over="ignore"):
             hashes = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
         # A 32-bit hash times B, divided by 2^32, is a bucket below B.
         return (hashes * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
 
     def _find_repeats(self, bucket: int) -> Iterator[tuple[int, int, object]]:
-        """Yield (row, earlier row, id) of the first repeated id of a bucket, if there is one."""
+        """Yield (row, earlier row, id) for the first repeated id in a bucket, if there is one."""
         path = self._folder / str(bucket)
         limits: list[int | None] = [None]
         if path.is_file() and path.stat().st_size > self._memory:
@@ -151,7 +151,7 @@ class IdMap:
 
 
 class _UnknownIds:
-    """Number of the unknown ids of a column, and the first of them."""
+    """Counts a column's unknown ids, and keeps the first."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,4 +1,4 @@
-"""Labels, splits and tensors of one node or edge type, and their writing to the dataset."""
+"""Read labels, splits and tensors for one node or edge type, and write them to the dataset."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _CLASS_NUMBER = re.compile(r"(-1|0|[1-9][0-9]{0,14})(\.0+)?")
 
 @final
 class Labels:
-    """Labels of one type: int64 classes, or float32 targets for regression.
+    """One type's labels: int64 classes, or float32 targets for regression.
 
     Rows without a label have -1 or NaN. Texts are numbered in alphabetical order, unless all are whole
     numbers (as in CSV), which may be written as "2.0".
@@ -70,7 +70,7 @@ class Labels:
             self._largest = max(self._largest, int(_read_integers(rows).max(initial=-1)))
 
     def finalize(self, where: str) -> None:
-        """Count the classes after all rows of the table ``where`` are scanned."""
+        """Count the classes after all rows in the table ``where`` are scanned."""
         if self.is_regression:
             return
         if self._is_text:
@@ -93,7 +93,7 @@ class Labels:
         self.num_classes = self._largest + 1
 
     def codes(self, rows: TableColumn) -> Array:
-        """Return the (K,) labels of some rows, with -1 or NaN for rows without a label."""
+        """Return (K,) labels for some rows, with -1 or NaN for rows without a label."""
         if self.is_regression:
             return _read_targets(rows)
 
@@ -129,7 +129,7 @@ def _convert_to_floats(rows: TableColumn) -> Array:
 
 
 def _read_integers(rows: TableColumn) -> Array:
-    """Return the classes of some rows, with -1 for rows without a label."""
+    """Read some rows' classes, with -1 for rows without a label."""
     numbers = _convert_to_floats(rows)
     classes = np.where(np.isnan(numbers), -1.0, numbers)
     is_invalid = (classes != np.floor(classes)) | (classes < -1) | np.isinf(classes)
@@ -139,22 +139,22 @@ def _read_integers(rows: TableColumn) -> Array:
 
 
 NO_SPLIT = 255
-"""Code of rows without a split. Train, validation and test are 0, 1 and 2."""
+"""Code for rows without a split. Train, validation and test are 0, 1 and 2."""
 
 _BLOCK = 1 << 16
 _MAX_DRAWN = 10**9
-"""Limit of NumPy's hypergeometric distribution."""
+"""NumPy's limit for the hypergeometric distribution."""
 
 
 def draw_split_codes(
     has_label: Iterable[Array], num_labelled: int, shares: Sequence[float], seed: int
 ) -> Iterator[Array]:
-    """Yield (K,) uint8 random split codes for each (K,) bool piece of ``has_label``.
+    """Yield (K,) uint8 random split codes for each (K,) bool piece in ``has_label``.
 
     Each split gets its exact share of the ``num_labelled`` True values. Shares that sum to 1 leave no row
-    out. All subsets of that size are equally likely, and the result does not depend on the size of the
-    pieces. Each block of labelled rows gets its part of each split by a hypergeometric draw, and is then
-    permuted.
+    out. All subsets with that size are equally likely, and the result does not depend on how large the pieces
+    are. For each block of labelled rows, a hypergeometric draw decides how many go to each split. The block
+    is then permuted.
     """
     if num_labelled >= _MAX_DRAWN:
         raise ConfigError(
@@ -183,7 +183,7 @@ def draw_split_codes(
 
 
 def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
-    """Return the number of rows of each share of ``count`` rows, rounded down.
+    """Return how many of ``count`` rows each share gets, rounded down.
 
     If the shares sum to 1, the remaining rows go to the largest remainders.
     """
@@ -198,7 +198,7 @@ def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
 
 
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
-    """Yield the split codes of all nodes in order, from the files of ``custom_split_filenames``.
+    """Yield all nodes' split codes in order, from the files in ``custom_split_filenames``.
 
     Raises DatasetError if a split names no node, or if a node is named twice.
     """
@@ -255,7 +255,7 @@ class DatasetOutput:
 
 @final
 class TypeRows:
-    """The table of one node or edge type, and its tensors.
+    """The table for one node or edge type, and its tensors.
 
     Args:
         output: Output with its own scratch folder.
@@ -268,9 +268,9 @@ class TypeRows:
         self.table = PiecewiseTable(spec.files, output.budget.batch)
         self.num_rows = 0
         self.columns: dict[str, ColumnInfo] = {}
-        """Dtype and shape of the tensors, by name."""
+        """The tensors' dtype and shape, by name."""
         self.settings: list[Mapping[str, Any]] = []
-        """Settings of the transforms of each feature, with statistics."""
+        """Each feature's transform settings, with statistics."""
         self._features = Features(spec.features, output.budget.batch)
         self.labels: Labels | None = None
         if spec.label is not None and spec.label.column is not None:
@@ -306,10 +306,10 @@ class TypeRows:
             self.labels.finalize(where)
 
     def write(self, seed: int, *, ids: IdMap | None = None, reorder: Reorder = lambda rows, _: rows) -> None:
-        """Write the features, labels and masks of all rows. Call it after :meth:`scan` has read them.
+        """Write features, labels and masks for all rows. Call it after :meth:`scan` has read them.
 
         Args:
-            seed: Seed of splits that are drawn at random.
+            seed: Seed for splits that are drawn at random.
             ids: Map from the ids in split files to nodes. Only needed if there are such files.
             reorder: Function that moves rows from table order to storage order.
         """
@@ -352,9 +352,9 @@ class TypeRows:
     def _find_split_codes(
         self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None
     ) -> Spill:
-        """Return the split codes of the N rows of the table, in table order.
+        """Return split codes for the table's N rows, in table order.
 
-        ``labels`` is None if the table has none. Raises DatasetError if a row of a split has no label.
+        ``labels`` is None if the table has none. Raises DatasetError if a row in a split has no label.
         """
         if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # There is no split_pct.
             pieces = self.table.pieces([SPLIT])  # As uint8, -1 is NO_SPLIT.
@@ -385,7 +385,7 @@ class TypeRows:
         return row_codes
 
     def _find_labelled(self, labels: Spill | None) -> Iterator[Array]:
-        """Yield masks of the rows that have a label. Without labels, every row counts as labelled."""
+        """Yield masks that mark rows with a label. Without labels, every row counts as labelled."""
         if labels is None or self.labels is None:
             for first in range(0, self.num_rows, self._rows_per_chunk):
                 yield np.ones(min(self._rows_per_chunk, self.num_rows - first), bool)

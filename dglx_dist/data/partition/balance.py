@@ -1,4 +1,4 @@
-"""Quality of a partition, and rebalancing of overloaded parts."""
+"""Measure how good a partition is, and rebalance overloaded parts."""
 
 import logging
 from collections.abc import Callable
@@ -31,25 +31,25 @@ from dglx_dist.records import Array, Assignment, RawGraph
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionQuality:
-    """Figures of one partition. An edge belongs to the owner of its destination."""
+    """Measured properties of one partition. An edge belongs to its destination's owner."""
 
     num_parts: int
     num_nodes: tuple[int, ...]
-    """(P,) number of owned nodes."""
+    """(P,) owned nodes by part."""
     num_edges: tuple[int, ...]
-    """(P,) number of in-edges of owned nodes."""
+    """(P,) edges into owned nodes by part."""
     cut_edges: int
-    """Number of directed edges between different owners."""
+    """Directed edges between different owners."""
     edge_cut: float
     """``cut_edges`` / E, in [0, 1], or 0 without edges. A random partition has (P - 1) / P."""
     remote_fraction: tuple[float, ...]
     """(P,) share of a part's in-edges with a remote source (rho for one-hop reads)."""
     halo_nodes: tuple[int, ...]
-    """(P,) number of distinct remote sources of the in-edges of a part."""
+    """(P,) distinct remote sources from which a part's in-edges start."""
     halo_factor: tuple[float, ...]
     """(P,) halo nodes per owned node, or 0 for an empty part."""
     replication_factor: float
-    """Mean number of copies of a node if every part stores its halo: 1 + sum of halo nodes / N."""
+    """Mean number of copies per node if every part stores its halo: 1 + all halo nodes / N."""
     balance: dict[str, float]
     """Largest load / share by constraint (max / mean for equal shares). 1 is even."""
     tolerance: dict[str, float]
@@ -59,7 +59,7 @@ class PartitionQuality:
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
-    """Return the quality of ``assignment`` on ``graph``. Each edge is read 1 + P / 64 times."""
+    """Measure ``assignment`` on ``graph``. Each edge is read 1 + P / 64 times."""
     check_assignment(assignment, graph)
     num_parts = assignment.num_parts
     part = concatenate_owners(graph, assignment)
@@ -71,7 +71,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     if graph.total_edges > 0:
         edge_cut = num_cut / graph.total_edges
 
-    # Parameters of a partitioner outside this package may have any type.
+    # Parameters from partitioners outside this package may have any type.
     tolerance = assignment.parameters.get("tolerance")
     missed = assignment.parameters.get("missed")
     return PartitionQuality(
@@ -91,7 +91,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
 
 
 def _measure_balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
-    """Return the imbalance of all constraints that exist in the graph, whether requested or not."""
+    """Measure the imbalance for all constraints that exist in the graph, whether requested or not."""
     constraints = ["nodes", "degree"]
     constraints += [mask for mask, column in MASKS.items() if has_node_column(graph, column)]
     if len(graph.num_nodes) > 1:
@@ -110,13 +110,13 @@ def _measure_balance(graph: RawGraph, part: Array, assignment: Assignment) -> di
 
 
 def _count_remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
-    """Return the (P,) int64 numbers of in-edges with a remote source, and of distinct remote sources."""
+    """Return (P,) int64 counts: in-edges with a remote source, and distinct remote sources."""
     first_id = first_ids(graph)
     num_remote = np.zeros(num_parts, dtype=np.int64)
     num_halo = np.zeros(num_parts, dtype=np.int64)
     for first_part in range(0, num_parts, 64):
         # A node has one bit for each of 64 parts, set if the part reads the node. So the memory is 8 bytes
-        # per node, whatever the number of edges.
+        # per node, however many edges there are.
         readers = np.zeros(graph.total_nodes, dtype=np.uint64)
         for (src_type, _, dst_type), (src, dst) in graph.edges.items():
             _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, num_remote)
@@ -164,10 +164,10 @@ _EPSILON = 1e-12
 def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Return the (N,) int32 ``part_of_node`` with nodes moved until no part exceeds its tolerance.
+    """Move nodes until no part exceeds its tolerance, and return the (N,) int32 ``part_of_node``.
 
     Moves may not be enough. Constraints that are still exceeded are logged as warnings, with the name of the
-    ``method``. They are also returned, each with the largest ratio of a part's load to its share.
+    ``method``. They are also returned, each with the largest ratio between a part's load and its share.
     """
     unmet = weights.find_unmet(part_of_node)
     if not unmet:
@@ -200,8 +200,8 @@ def assign_balanced(
 ) -> Assignment:
     """Partition ``graph`` with ``compute``, and move nodes out of parts that exceed their tolerance.
 
-    If some parts still exceed it, a warning is logged and ``parameters["missed"]`` of the assignment lists
-    their constraints.
+    If some parts still exceed it, a warning is logged and the assignment lists their constraints in
+    ``parameters["missed"]``.
 
     Args:
         partitioner: Partitioner with the options and the workspace.
@@ -209,9 +209,9 @@ def assign_balanced(
         num_parts: Number of parts P. With one part, or with at least as many parts as nodes, ``compute`` is
             not called.
         seed: Seed that the assignment records.
-        compute: Function from the undirected graph and the balance weights to the (N,) part of each node.
-        dtype: Dtype of the neighbour ids that ``compute`` reads. By default int32 if N fits, else int64.
-        weighted: Whether ``compute`` reads the number of parallel and opposite edges between two nodes.
+        compute: Function from the undirected graph and the balance weights to each node's part, (N,).
+        dtype: Dtype for the neighbour ids that ``compute`` reads. By default int32 if N fits, else int64.
+        weighted: Whether ``compute`` reads how many parallel and opposite edges connect two nodes.
         count_reserved_bytes: Function from the balance weights to the bytes that ``compute`` takes in
             addition to its arguments. The graph is kept on disk if they do not fit beside it.
     """
@@ -223,7 +223,7 @@ def assign_balanced(
 
     workspace = partitioner.workspace
     if workspace is not None:
-        # Each balance weight is a column of one int64 per node.
+        # Each balance weight is a column with one int64 per node.
         workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
     reserved_bytes = count_reserved_bytes(weights)
     symmetric = symmetrise(
@@ -240,7 +240,7 @@ def assign_balanced(
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:
-    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved out of overloaded parts.
+    """Copy the (N,) int32 ``part_of_node``, and move nodes out of overloaded parts.
 
     Nodes that lose the fewest neighbours move first. A move must lower the total excess, where each
     constraint is relative to its total. A move may overload a part in a second constraint. A later move
@@ -278,7 +278,7 @@ def _move(
     part: Array,
     max_loss: int,
 ) -> None:
-    """Move each node of an overloaded part, in place, to the part with most of its neighbours.
+    """Move each node in an overloaded part, in place, to the part with most of its neighbours.
 
     A move must lower the total excess, and may lose at most ``max_loss`` neighbours.
     """
@@ -295,7 +295,7 @@ def _move(
         for e in range(indptr[u], indptr[u + 1]):
             links[part[indices[e]]] += 1
 
-        # Of the parts with equally many neighbours, the one whose excess grows least is the best.
+        # Among the parts with equally many neighbours, the best is the one with the least growth in excess.
         best, best_links, best_burden = -1, np.int64(-1), 0.0
         for p in range(num_parts):
             burden = _compute_excess(loads[:, p], capacity[:, p], matrix[u], 1.0)

@@ -1,4 +1,4 @@
-"""The interface and registry of partitioners, and the options of partitioners and of a partitioning."""
+"""The interface and registry for partitioners, their options, and the options for a partitioning."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class PartitionOptions:
     def constraints(self) -> tuple[str, ...]:
         """Constraints to balance. ``nodes`` is added if no constraint covers all nodes.
 
-        A balance of the few training nodes alone would not limit the size of the parts.
+        Balancing only the few training nodes would not limit how large the parts are.
         """
         if set(self.balance) <= {"train", "val", "test"}:
             return ("nodes", *self.balance)
         return self.balance
 
     def tolerance_of(self, constraint: str) -> float:
-        """Return the tolerance of ``constraint``."""
+        """Return the tolerance for ``constraint``."""
         if isinstance(self.tolerance, Mapping):
             return float(self.tolerance.get(constraint, DEFAULT_TOLERANCE))
         return float(self.tolerance)
@@ -141,7 +141,7 @@ class Partitioner(ABC):
     """
 
     honours: ClassVar[frozenset[str]] = frozenset()
-    """Supported fields of PartitionOptions. All others must have their default value."""
+    """Supported PartitionOptions fields. All others must have their default value."""
 
     max_constraints: ClassVar[int | None] = 1
     """Maximum number of balance weights, or None for any number."""
@@ -160,7 +160,7 @@ class Partitioner(ABC):
             value = getattr(options, name)
             if value == getattr(default, name) or name in self.honours:
                 continue
-            # All partitioners balance the number of nodes, so this request changes nothing.
+            # All partitioners balance the node count, so this request changes nothing.
             if name == "balance" and options.constraints == default.constraints:
                 continue
             raise ConfigError(
@@ -169,9 +169,9 @@ class Partitioner(ABC):
             )
 
     def within(self, workspace: Workspace | None, graph: RawGraph) -> Partitioner:
-        """Return this partitioner after its ``workspace`` is set.
+        """Set the ``workspace`` and return this partitioner.
 
-        Raises ConfigError if the method only works in memory, and the edges of ``graph`` do not fit.
+        Raises ConfigError if the method only works in memory, and the edges in ``graph`` do not fit.
         """
         num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
@@ -217,7 +217,7 @@ PARTITIONERS: Registry[Partitioner] = Registry(
 
 
 def default_partitioner(options: PartitionOptions) -> str:
-    """Return ``kaminpar`` for one balance weight, otherwise ``metis``.
+    """Choose ``kaminpar`` for one balance weight, otherwise ``metis``.
 
     KaMinPar needs a quarter of the memory for the same cut, and has threads. Only METIS balances several
     weights and minimises communication volume.
@@ -240,7 +240,7 @@ class PartitionPlan:
     num_parts: int
     method: str | None = option(
         None,
-        # Names of plugins are not listed, because importing this module would have to load them.
+        # Plugins are not listed, because importing this module would have to load them.
         f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Default: kaminpar "
         "for one balance weight, metis for more.",
     )

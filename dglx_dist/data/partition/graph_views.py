@@ -1,4 +1,4 @@
-"""Views of a graph for partitioners: balance weights, symmetric adjacency, induced subgraphs, assignments."""
+"""Show partitioners a graph as balance weights, symmetric adjacency, induced subgraphs and assignments."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from dglx_dist.registry import suggest_name
 
 MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
 COUNT_EDGES = ("degree", "etype")
-"""Constraints whose weights count edges."""
+"""Constraints with weights that count edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceWeights:
-    """C balance constraints for the N nodes of all types and P parts."""
+    """C balance constraints for all N nodes of all types and P parts."""
 
     names: tuple[str, ...]
     columns: tuple[Array, ...]
-    """C arrays (N,) int64 of non-negative weights."""
+    """C arrays with (N,) int64 non-negative weights."""
     tolerance: Array
     """(C,) float64 tolerances."""
     shares: Array
-    """(P,) float64 target shares of the parts, which sum to 1."""
+    """(P,) float64 target share by part. They sum to 1."""
 
     def matrix(self) -> Array:
         """Return the (N, C) int64 weights. With one constraint it is a view of the column."""
@@ -50,23 +50,24 @@ class BalanceWeights:
         return np.stack(self.columns, axis=1)
 
     def loads(self, part_of_node: Array) -> Array:
-        """Return the (C, P) float64 loads of the parts for the (N,) int assignment."""
+        """Return the (C, P) float64 loads on the parts for the (N,) int assignment."""
         return np.stack([sum_by_part(part_of_node, column, len(self.shares)) for column in self.columns])
 
     def capacities(self) -> Array:
         """Return the (C, P) float64 capacities: share x (1 + tolerance), or more if heavy nodes need it.
 
-        Nodes are indivisible. A part that takes a node of weight w may therefore hold w more than its share
-        of all nodes with weight w or more. If the heaviest nodes are placed first, no part needs more.
+        Nodes are indivisible. A part that takes a node with weight w may therefore hold w more than its
+        share, counted over all nodes with weight w or more. If the heaviest nodes are placed first, no part
+        needs more.
         """
         rows = []
         for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
             total = float(column.sum())
-            # Lighter nodes fit into the tolerance of every part.
+            # Lighter nodes fit into every part's tolerance.
             is_heavy = column > tolerance * total * self.shares.min()
             heavy_weights, num_heavy = np.unique(column[is_heavy], return_counts=True)
 
-            # The total of all nodes with this weight or more: a cumulative sum from the heaviest weight.
+            # Total over all nodes with this weight or more: a cumulative sum from the heaviest weight.
             descending_totals = np.cumsum((heavy_weights * num_heavy)[::-1])
             totals = descending_totals[::-1]
             minima = []
@@ -79,7 +80,7 @@ class BalanceWeights:
     def find_unmet(self, part_of_node: Array) -> dict[str, float]:
         """Return the constraints that have a part above its capacity.
 
-        The value of a constraint is the largest load / share of a part.
+        Each constraint's value is the largest load / share of a part.
         """
         loads = self.loads(part_of_node)
         capacities = self.capacities()
@@ -92,7 +93,7 @@ class BalanceWeights:
 
 
 def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
-    """Return the (P,) float64 sums of the (N,) integer ``column`` over the nodes of each part."""
+    """Sum the (N,) integer ``column`` over the nodes in each part. Return (P,) float64."""
     sums = np.zeros(num_parts)
     # Slices limit the memory, because np.bincount copies its arguments.
     for rows in iterate_slices(len(column), 1 << 20):
@@ -101,7 +102,7 @@ def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
 
 
 def imbalance(loads: Array, shares: Array) -> float:
-    """Return the largest load / (total x share) of the (P,) loads, or 1.0 if the total is 0."""
+    """Return the largest load / (total x share) among (P,) loads, or 1.0 if the total is 0."""
     total = float(loads.sum())
     if total <= 0:
         return 1.0
@@ -112,7 +113,7 @@ def imbalance(loads: Array, shares: Array) -> float:
 def balance_weights(
     graph: RawGraph, options: PartitionOptions, num_parts: int, max_constraints: int | None
 ) -> BalanceWeights:
-    """Return the constraints of ``options`` as weights of the nodes of ``graph``.
+    """Turn the constraints in ``options`` into node weights for ``graph``.
 
     Raise ConfigError if there are more than ``max_constraints`` weights. None is no limit.
     """
@@ -152,7 +153,7 @@ def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, Array]]:
-    """Yield the names and (N,) int64 weights of ``constraint``.
+    """Yield the names and (N,) int64 weights for ``constraint``.
 
     ``ntype`` and ``etype`` yield one column for each type. Other constraints yield a single column.
     """
@@ -173,7 +174,7 @@ def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, 
 
 
 def node_slices(graph: RawGraph) -> dict[str, slice]:
-    """Return the nodes of each type in the concatenation of all types."""
+    """Return where each type's nodes are if all types are concatenated."""
     slices = {}
     for ntype, first_id in first_ids(graph).items():
         slices[ntype] = slice(first_id, first_id + graph.num_nodes[ntype])
@@ -188,7 +189,7 @@ def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> A
         destinations = graph.edges[etype][1]
         type_degrees = degrees[rows[etype[2]]]
         for edges in iterate_slices(len(destinations)):
-            # np.bincount would copy the ids, and return counts of all nodes for each slice.
+            # np.bincount would copy the ids, and return counts for all nodes for each slice.
             _count_ids(destinations[edges], type_degrees)
     return degrees
 
@@ -200,7 +201,7 @@ def _count_ids(ids: Array, num_occurrences: Array) -> None:
 
 
 def iterate_slices(length: int, size: int = 1 << 24) -> Iterator[slice]:
-    """Yield consecutive slices of at most ``size`` that cover ``range(length)``."""
+    """Yield consecutive slices, each at most ``size`` long, that cover ``range(length)``."""
     for first in range(0, length, size):
         yield slice(first, min(first + size, length))
 
@@ -210,7 +211,7 @@ def has_node_column(graph: RawGraph, column: str) -> bool:
 
 
 def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
-    """Return the (N,) int64 weights of a node column. Types without the column have weight 0."""
+    """Return a node column's (N,) int64 weights. Types without the column have weight 0."""
     if not has_node_column(graph, column):
         column_names = {name for columns in graph.node_data.values() for name in columns}
         existing = sorted(column_names)
@@ -229,7 +230,7 @@ def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
 
 
 def _compute_weight(values: NodeColumn, constraint: str, node_type: str) -> Array:
-    """Return ``values`` as int64 weights. Raise ConfigError if they are no integers of 0 or more."""
+    """Convert ``values`` to int64 weights. Raise ConfigError unless they are integers from 0 on."""
     if isinstance(values, SparseRows) or values.ndim != 1 or values.dtype.kind not in "biu":
         raise ConfigError(
             f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} "
@@ -253,16 +254,16 @@ def assign_parts(
     weights: BalanceWeights | None = None,
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment that ``partitioner`` has computed.
+    """Build the assignment that ``partitioner`` has computed.
 
     Args:
         partitioner: Partitioner with its options. The assignment records its name and options.
         graph: The partitioned graph.
         num_parts: Number of parts P.
-        seed: Seed of the partitioner.
-        parts: (N,) integer part of each node, one node type after the other.
+        seed: The partitioner's seed.
+        parts: (N,) integer part by node, one node type after the other.
         weights: Weights that the method balances. The assignment promises the tolerances for them only.
-        parameters: Further parameters of the assignment.
+        parameters: Further parameters to record.
     """
     assert len(parts) == graph.total_nodes, "a method assigns every node once"
     owners = parts.astype(np.int32)
@@ -276,7 +277,7 @@ def assign_parts(
 
 
 def concatenate_owners(graph: RawGraph, assignment: Assignment) -> Array:
-    """Return the (N,) int32 owners of the nodes of all types, in the order of ``graph.num_nodes``."""
+    """Return (N,) int32 owners for all node types, in the order of ``graph.num_nodes``."""
     owners = [np.empty(0, np.int32)]
     for ntype in graph.num_nodes:
         owners.append(np.asarray(assignment.part_of[ntype], dtype=np.int32))
@@ -314,7 +315,7 @@ class SymmetricGraph:
     indices: Array
     """(M,) int32 or int64 neighbours, in no particular order within a row."""
     edge_weights: Array | None
-    """(M,) int32 or int64 number of directed edges of a pair, or None if 99 % of these numbers are equal."""
+    """(M,) int32 or int64: how many directed edges a pair has. None if 99 % of these numbers are equal."""
 
     @property
     def num_nodes(self) -> int:
@@ -341,13 +342,14 @@ def symmetrise(
 ) -> SymmetricGraph:
     """Return all edge types as one symmetric graph over the concatenated node types.
 
-    It takes memory for 2 E ids, 2 E int32 weights if ``weighted``, and two int64 arrays of N.
+    It takes memory for 2 E ids, 2 E int32 weights if ``weighted``, and two int64 arrays with N values.
 
     Args:
-        dtype: Dtype of the indices. By default int32 if N fits, else int64.
+        graph: The graph.
+        dtype: Dtype for the indices. By default int32 if N fits, else int64.
         weighted: Whether to count parallel and opposite edges.
         workspace: If the graph and ``reserved_bytes`` do not fit in its memory, the graph is written there
-            and memory-mapped, with indices of the default dtype.
+            and memory-mapped, with indices in the default dtype.
     """
     num_nodes = graph.total_nodes
     index_dtype = np.dtype(dtype or id_dtype(num_nodes))
@@ -364,7 +366,7 @@ def symmetrise(
         )
         return SymmetricGraph.open(folder)
 
-    # indptr[v + 1] is the free position of row v. After the rows are filled, it is the end of row v.
+    # indptr[v + 1] is the free position in row v. After the rows are filled, it is where row v ends.
     indptr = _compute_starts(graph)
     indices = np.empty(indptr[-1], dtype=index_dtype)
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
@@ -374,7 +376,7 @@ def symmetrise(
     positions = np.full(num_nodes, -1, dtype=np.int64)
     num_entries = _merge(indptr, indices, weights, weighted, positions, 0)
 
-    # resize shrinks the array in place if the allocator can, without a copy of the largest array.
+    # resize shrinks the array in place if the allocator can, without copying the largest array.
     indices.resize(num_entries, refcheck=False)
     if not weighted:
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
@@ -385,9 +387,9 @@ def symmetrise(
 
 
 def _compute_starts(graph: RawGraph) -> Array:
-    """Return the (N + 2,) int64 row starts, one slot later than in an indptr: row v starts at [v + 1].
+    """Return (N + 2,) int64 row starts, one slot later than in an indptr: row v starts at [v + 1].
 
-    The extra slot lets [v + 1] be the next free position of row v while rows are filled.
+    The extra slot lets [v + 1] be the next free position in row v while rows are filled.
     """
     first_id = first_ids(graph)
     indptr = np.zeros(graph.total_nodes + 2, dtype=np.int64)
@@ -397,7 +399,7 @@ def _compute_starts(graph: RawGraph) -> Array:
 
 
 def _fill_rows(graph: RawGraph, first: int, last: int, free: Array, indices: Array, _weights: Array) -> None:
-    """Write the neighbours of the rows ``first`` to ``last - 1``, see :func:`write_rows`."""
+    """Write the neighbours in the rows ``first`` to ``last - 1``, see :func:`write_rows`."""
     first_id = first_ids(graph)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
         _fill(src, dst, first_id[src_type], first_id[dst_type], first, last, free, indices)
@@ -418,7 +420,7 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
 NODE_BYTES = 32
 """Memory for each node while rows are written: row starts (twice), free positions and last positions."""
 _MAX_PASSES = 64
-"""Maximum number of ranges of rows. Each range needs a pass over all edges."""
+"""Maximum number of row ranges. Each range needs a pass over all edges."""
 
 
 def write_rows(
@@ -431,18 +433,20 @@ def write_rows(
 ) -> None:
     """Write a :class:`SymmetricGraph` to ``folder``, with as many rows at a time as fit in memory.
 
-    All ranks of the workspace call the function. Each rank fills rows with about the same number of entries.
+    All ranks in the workspace call the function. Each rank fills rows with about equally many entries.
 
     Args:
-        folder: Folder of the files, see :meth:`SymmetricGraph.open`.
+        folder: Folder for the files, see :meth:`SymmetricGraph.open`.
         starts: (N + 1,) int64 row starts before repeated neighbours are merged.
         fill: Called once for each range with (first, last, free, indices, weights). It writes the neighbours
-            and weights of the rows ``first`` to ``last - 1`` at their ``free`` positions, and advances these.
+            and weights in the rows ``first`` to ``last - 1`` at their ``free`` positions, and advances these.
             Weights are initialised with 1.
-        weight_dtype: Dtype of the edge weights, or None for no weights.
+        weight_dtype: Dtype for the edge weights, or None for no weights.
+        workspace: Memory budget and ranks.
+        label: Name for the progress.
 
     Raises:
-        ConfigError: the memory is too small for the arrays of nodes, or for one row.
+        ConfigError: If the memory is too small for the node arrays, or for one row.
     """
     num_rows = len(starts) - 1
     dtype = np.dtype(id_dtype(num_rows))
@@ -451,7 +455,7 @@ def write_rows(
     if weighted:
         entry_bytes += np.dtype(weight_dtype).itemsize
 
-    # Entries of a range that fit in memory beside the arrays of nodes.
+    # Entries in a range that fit in memory beside the node arrays.
     largest = int(np.diff(starts).max(initial=0))
     min_bytes = entry_bytes * max(int(starts[-1]) // _MAX_PASSES, largest)
     purpose = f"a graph of {num_rows} nodes of up to {largest} neighbours"
@@ -469,7 +473,7 @@ def write_rows(
         all_weights = spill(piece, "weights", weight_dtype) if weighted else None
         while first < end:
             last = int(np.searchsorted(starts, starts[first] + step, side="right")) - 1
-            # A range has at least one row, and ends with the rows of this rank.
+            # A range has at least one row, and ends with this rank's rows.
             last = min(max(last, first + 1), end)
             local_starts = starts[first : last + 1] - starts[first]
             num_entries = local_starts[-1]
@@ -486,12 +490,12 @@ def write_rows(
             advance(last - first)
             first = last
 
-            # The arrays of this range are freed before those of the next range are allocated.
+            # This range's arrays are freed before those for the next range are allocated.
             del indices, weights
 
 
 def _get_rank_rows(starts: Array, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first and the end row of ``rank``. All ranks have about the same number of entries."""
+    """Return the first and the end row for ``rank``. All ranks have about equally many entries."""
     num_entries = starts[-1]
     inner_bounds = np.searchsorted(starts, num_entries * np.arange(1, num_ranks) // num_ranks)
     bounds = [0, *inner_bounds.tolist(), len(starts) - 1]
@@ -499,16 +503,16 @@ def _get_rank_rows(starts: Array, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def first_ids(graph: RawGraph) -> dict[str, int]:
-    """Return the id of the first node of each type in the concatenation of all types."""
+    """Return the id of each type's first node if all types are concatenated."""
     ends = np.cumsum([0, *graph.num_nodes.values()]).tolist()
     return dict(zip(graph.num_nodes, ends, strict=False))
 
 
 def _is_nearly_uniform(weights: Array) -> bool:
-    # Weights that are equal for 99 % of the pairs take memory and hardly change the cut.
+    # If 99 % of the pairs have equal weights, these take memory and hardly change the cut.
     if len(weights) == 0:
         return True
-    # About 1,000 samples are enough to tell the weight of 99 % of the pairs.
+    # About 1,000 samples are enough to tell the weight that 99 % of the pairs have.
     samples = weights[:: max(len(weights) // 1000, 1)]
     commonest = int(np.median(samples))
     num_different = 0
@@ -538,7 +542,7 @@ def _fill(
     free: Array,
     indices: Array,
 ) -> None:
-    # An edge is written to both of its rows, as far as they are in the range.
+    # An edge is written to both its rows, as far as they are in the range.
     for e in range(len(src)):
         u = src[e] + first_src
         v = dst[e] + first_dst
@@ -555,9 +559,9 @@ def _fill(
 def _merge(
     indptr: Array, indices: Array, weights: Array, weighted: bool, position: Array, offset: int
 ) -> int:
-    """Merge repeated neighbours in place, compact the rows, and return the number of remaining entries.
+    """Merge repeated neighbours in place, compact the rows, and return how many entries remain.
 
-    ``position`` has the last position of each neighbour. Positions count the ``offset`` entries of earlier
+    ``position`` has each neighbour's last position. Positions include the ``offset`` entries from earlier
     calls.
     """
     num_written = 0
@@ -588,9 +592,9 @@ def _merge(
 def induced_graph(
     graph: RawGraph, nodes: Array, constraints: Sequence[str], workspace: Workspace | None = None
 ) -> RawGraph:
-    """Return the renumbered subgraph of ``nodes``, (K,) int64 ascending ids over all types.
+    """Return the renumbered subgraph on ``nodes``, (K,) int64 ascending ids over all types.
 
-    The subgraph has only the node columns of ``constraints``. With a ``workspace`` its edges are
+    The subgraph has only the node columns that ``constraints`` name. With a ``workspace`` its edges are
     memory-mapped.
     """
     new_id = np.full(graph.total_nodes, -1, dtype=id_dtype(graph.total_nodes))

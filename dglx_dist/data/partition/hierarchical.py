@@ -1,4 +1,4 @@
-"""Two-level partitioning: over servers first, then over the workers of each server."""
+"""Partition on two levels: over servers first, then over the workers on each server."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -90,13 +90,13 @@ class Hierarchical(Partitioner):
         return assign_parts(self, graph, num_parts, seed, part_of_node, weights, **parameters)
 
     def _open_level(self, name: str) -> Workspace | None:
-        # Each partitioning of a level has a folder of its own for its stages.
+        # Each partitioning on a level has its own folder for its stages.
         if self.workspace is None:
             return None
         return replace(self.workspace, folder=self.workspace.folder / f"{name}.work")
 
     def _choose_level_sizes(self, num_parts: int) -> tuple[int, int]:
-        """Return the numbers of servers and of workers per server. A missing option follows from the other.
+        """Return how many servers and workers per server there are. A missing option follows from the other.
 
         Raise ConfigError if both are missing, or if they do not match ``num_parts``.
         """
@@ -118,21 +118,21 @@ class Hierarchical(Partitioner):
 
 
 def _make_inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
-    """Return the options of one level. Two levels of its tolerance have the requested tolerance together."""
+    """Return one level's options. Both levels together then keep the requested tolerance."""
     inner_options = replace(options, servers=None, workers=None, inner=None)
     if "tolerance" not in honours and not options.tolerance:
         return inner_options
 
     tolerance = {}
     for constraint in options.constraints:
-        # The excess factors of the two levels are multiplied, so that of a level is the square root.
+        # The excess factors of both levels are multiplied, so each level gets the square root.
         factor = float(np.sqrt(1.0 + options.tolerance_of(constraint)))
         tolerance[constraint] = factor - 1.0
     return replace(inner_options, tolerance=tolerance)
 
 
 def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
-    """Return a graph and options that balance node columns instead of constraints that count edges.
+    """Replace constraints that count edges by node columns, and return the graph and options.
 
     A subgraph lacks the edges from outside, so its in-degrees would be too small.
     """
@@ -165,9 +165,9 @@ def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[Ra
 
 _EDGES_AT_ONCE = 1 << 20
 TRAINER_ID = "trainer_id"
-"""DGL's name of the node and edge data with the trainer."""
+"""DGL's name for the node and edge data with the trainer."""
 TRAINERS_PER_PART = "trainers_per_part"
-"""Key of the number of trainers in ``Assignment.parameters`` and in the manifest."""
+"""Key for the number of trainers in ``Assignment.parameters`` and in the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +188,9 @@ def assign_two_levels(
 ) -> TwoLevelSplit:
     """Partition ``graph`` over P parts, and each part over t trainers, with the same method.
 
-    ``level_sizes`` is (P, t). The constraints of ``options`` apply at both levels, and
-    ``parameters["missed"]`` of each level has the constraints that are not met. ``target_weights`` of the
-    options are the shares of the parts. The trainers of a part get equal shares.
+    ``level_sizes`` is (P, t). The constraints in ``options`` apply at both levels, and
+    ``parameters["missed"]`` has each level's constraints that are not met. ``target_weights`` are the shares
+    for the parts. The trainers in a part get equal shares.
     """
     num_parts, per_part = level_sizes
     if options.servers is not None or options.workers is not None or options.inner is not None:
@@ -235,9 +235,9 @@ def assign_two_levels(
 
 
 def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace | None = None) -> RawGraph:
-    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
+    """Return ``graph`` with int32 columns that name the trainer of each node and of each edge's destination.
 
-    Edge columns are memory-mapped from a stage of ``workspace``.
+    Edge columns are memory-mapped from a stage in ``workspace``.
     """
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for ntype in graph.num_nodes:

@@ -1,4 +1,4 @@
-"""Multilevel methods: METIS (by pymetis or DGL) for any number of balance weights, and KaMinPar for one."""
+"""Multilevel methods: METIS (by pymetis or DGL) for several balance weights, and KaMinPar for one."""
 
 import contextlib
 import ctypes
@@ -30,7 +30,7 @@ _DGL_WEIGHTS = ("nodes", "degree")
 def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
     """Return whether DGL's METIS supports the request.
 
-    DGL's METIS has equal parts and no tolerances. It balances nodes, in-degrees and columns of 0 and 1.
+    DGL's METIS has equal parts and no tolerances. It balances nodes, in-degrees and columns with 0 and 1.
     """
     if options.target_weights is not None:
         return False
@@ -64,7 +64,7 @@ def part_graph_with_dgl(
     no_edge_ids = torch.empty(0, dtype=torch.int64)
     homogeneous = dgl.graph(("csc", (indptr, indices, no_edge_ids)))
 
-    # DGL prints the time of each step, which is suppressed.
+    # DGL prints how long each step took, which is suppressed.
     with contextlib.redirect_stdout(io.StringIO()):
         parts = dgl.metis_partition_assignment(
             homogeneous,
@@ -77,7 +77,7 @@ def part_graph_with_dgl(
     return np.asarray(parts.numpy(), dtype=np.int32)
 
 
-# Indices of the options array, its length, and return codes, as in metis.h of METIS 5.1.
+# Indices in the options array, its length, and return codes, as in METIS 5.1's metis.h.
 _NUM_OPTIONS = 40
 _OBJTYPE = 1
 _NITER = 6
@@ -89,7 +89,7 @@ _MAX_SEED = 2**31 - 1
 
 
 def library_path() -> str:
-    """Return the path of pymetis' shared library, which contains METIS with 64-bit ids."""
+    """Return the path to pymetis' shared library, which contains METIS with 64-bit ids."""
     extension = importlib.import_module("pymetis._internal")
     width = extension._idx_type_width()
     if width != 64:
@@ -100,10 +100,10 @@ def library_path() -> str:
 def part_graph(
     path: str, graph: SymmetricGraph, weights: BalanceWeights, options: PartitionOptions, seed: int
 ) -> Array:
-    """Return (N,) int32 parts by METIS_PartGraphKway of the shared library ``path``, without the GIL.
+    """Compute (N,) int32 parts with METIS_PartGraphKway from the shared library ``path``, without the GIL.
 
-    Neighbour ids are copied unless they are int64. Columns of ``weights`` that are all 0 are left out.
-    Raises ConfigError if METIS failed.
+    Neighbour ids are copied unless they are int64. ``weights`` columns that are all 0 are left out. Raises
+    ConfigError if METIS failed.
     """
     library = ctypes.CDLL(path)
     num_nodes = graph.num_nodes
@@ -111,7 +111,7 @@ def part_graph(
     num_constraints = max(len(used), 1)
     used_names = [weights.names[c] for c in used]
     node_weights = None
-    # Without node weights, METIS balances the number of nodes.
+    # Without node weights, METIS balances the node count.
     if used_names not in ([], ["nodes"]):
         columns = [weights.columns[c] for c in used]
         node_weights = np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
@@ -178,7 +178,7 @@ class _Multilevel(Partitioner):
     _dtype: ClassVar[Any] = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        # The graph before symmetrisation has half of the entries, and may have parallel edges to count.
+        # The graph before symmetrisation has half the entries, and may have parallel edges to count.
         def count_bytes(weights: BalanceWeights) -> int:
             num_weights = len(weights.columns)
             return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights)
@@ -201,7 +201,7 @@ class _Multilevel(Partitioner):
             return self._compute_with_progress(seed, symmetric, weights)
 
         num_weights = len(weights.columns)
-        # Each balance weight is a column of one int64 per node, which stays in memory.
+        # Each balance weight is a column with one int64 per node, which stays in memory.
         workspace_beside_columns = workspace.with_reserved(8 * num_weights * symmetric.num_nodes)
 
         def fits(coarse_graph: SymmetricGraph) -> bool:
@@ -221,23 +221,23 @@ class _Multilevel(Partitioner):
 
     @abstractmethod
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-        """Return (N,) int32 parts of a graph that fits in memory."""
+        """Compute (N,) int32 parts for a graph that fits in memory."""
 
     @staticmethod
     @abstractmethod
     def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
-        """Return the measured memory of the library, in addition to the symmetric graph."""
+        """Return the library's measured memory, in addition to the symmetric graph."""
 
 
 @final
 class Metis(_Multilevel):
-    """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
+    """Multilevel k-way partitioning on the symmetrised graph (DistDGL).
 
-    This method supports any number of constraints, a tolerance for each, target weights, the objective and
-    ``fast``. With ``fast`` it uses DGL's build of METIS like DistDGL, with one initial partition and one
+    This method supports several constraints, a tolerance for each, target weights, the objective and
+    ``fast``. With ``fast`` it uses DGL's METIS build like DistDGL, with one initial partition and one
     refinement pass. If DGL's build does not support the options, it uses one refinement pass instead of ten.
 
-    Nodes of parts that exceed their tolerance are moved afterwards. Remaining excess is logged and listed in
+    If parts exceed their tolerance, nodes are moved afterwards. Remaining excess is logged and listed in
     ``parameters["missed"]``. The method takes about 200 bytes per directed edge. For graphs larger than
     memory see :mod:`.semi_external`.
     """
@@ -260,7 +260,7 @@ class Metis(_Multilevel):
 
 
 _HEADER_BYTES = 24
-# Bits of the version word say that an array is absent or has 32-bit numbers.
+# Bits in the version word say that an array is absent or has 32-bit numbers.
 NO_EDGE_WEIGHTS = 1
 NO_NODE_WEIGHTS = 2
 SHORT_NODE_IDS = 8
@@ -269,7 +269,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) -> None:
-    """Write a ParHiP file with header, byte offset of each row, neighbours, and node and edge weights."""
+    """Write a ParHiP file with header, each row's byte offset, neighbours, and node and edge weights."""
     version = 0
     if graph.edge_weights is None:
         version |= NO_EDGE_WEIGHTS

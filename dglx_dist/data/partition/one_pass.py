@@ -23,7 +23,7 @@ from dglx_dist.records import Array, Assignment, RawGraph
 
 @final
 class Contiguous(Partitioner):
-    """Ranges of ids, for data in a good order (by crawl, community or an earlier partition).
+    """Cuts the ids into ranges, for data in a good order (by crawl, community or an earlier partition).
 
     It supports one balance weight and target weights. No range exceeds its share by more than one node.
     """
@@ -69,7 +69,7 @@ class Hash(_ByHash):
 
 
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
-    """Return the (N,) int32 splitmix64(id) mod P of the ids 0..N-1."""
+    """Return the (N,) int32 splitmix64(id) mod P for the ids 0..N-1."""
     parts = np.empty(num_nodes, dtype=np.int32)
     for rows in iterate_slices(num_nodes):
         ids = np.arange(rows.start, rows.stop, dtype=np.uint64)
@@ -86,7 +86,7 @@ class Feature(_ByHash):
     """Owners by hash, with features also split by column (P3, section 3.2).
 
     Rows are stored with their owner, so that every strategy can train. ``parameters["features"]`` makes the
-    writer of the dataset add files of columns for as many ranks as parts.
+    dataset writer add column files for as many ranks as parts.
     """
 
     _parameters: ClassVar = {FEATURES: COLUMNS}
@@ -127,7 +127,7 @@ class File(Partitioner):
 
 
 def read_parts(path: Path) -> Array:
-    """Return the array of a .npy file."""
+    """Read the array in a .npy file."""
     if path.suffix != ".npy":
         raise ConfigError(f"{path} ends in {path.suffix!r}; write part ids as .npy (numpy.save)")
     if not path.is_file():
@@ -158,7 +158,7 @@ class Random(Partitioner):
 def stream_order(graph: SymmetricGraph, seed: int) -> Array:
     """Return all nodes, (N,) int64, in breadth-first order from random starts.
 
-    Greedy streaming works well in this order, because some neighbours of a node are assigned before it.
+    Greedy streaming works well in this order, because some of a node's neighbours are assigned before it.
     """
     starts = np.random.default_rng(seed).permutation(graph.num_nodes)
     return _order_breadth_first(graph.indptr, graph.indices, starts)
@@ -189,7 +189,7 @@ def _order_breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
 
 
 GAMMA = 1.5
-"""Exponent of Fennel's size penalty, as chosen by the authors."""
+"""Exponent in Fennel's size penalty, as chosen by the authors."""
 
 
 class _Streaming(Partitioner):
@@ -205,7 +205,7 @@ class _Streaming(Partitioner):
                 num_bytes = (24 + 16 * len(weights.columns)) * num_nodes
                 self.workspace.remaining(num_bytes, 0, f"placing {num_nodes} nodes by all weights")
 
-            # A graph on disk is read in the order of the file.
+            # A graph on disk is read in the file's order.
             order = None
             if not on_disk:
                 order = stream_order(symmetric, seed)
@@ -222,16 +222,16 @@ class _Streaming(Partitioner):
 class Fennel(_Streaming):
     """Assigns each node to the part with the most assigned neighbours minus the marginal size penalty.
 
-    It supports any number of constraints, their tolerance, target weights and ``passes``. Parts above their
+    It supports several constraints, their tolerance, target weights and ``passes``. Parts above their
     tolerance are rebalanced afterwards. Remaining excess is in ``parameters["missed"]``.
     """
 
 
 @final
 class Ldg(_Streaming):
-    """Linear deterministic greedy. It maximises assigned neighbours x free share of the part.
+    """Linear deterministic greedy. It maximises assigned neighbours x the part's free share.
 
-    It supports any number of constraints, their tolerance, target weights and ``passes``. Parts above their
+    It supports several constraints, their tolerance, target weights and ``passes``. Parts above their
     tolerance are rebalanced afterwards. Remaining excess is in ``parameters["missed"]``.
     """
 
@@ -241,9 +241,9 @@ def stream(
 ) -> Array:
     """Return (N,) int32 parts. Nodes are assigned one by one, by LDG, or by Fennel with ``fennel``.
 
-    ``order`` has the (N,) int64 nodes in the order of their assignment. None is the order of their ids. The
-    first of ``passes`` assigns all nodes. Each further pass assigns all nodes again, by the parts that their
-    neighbours have by then (Nishimura and Ugander, "Restreaming Graph Partitioning", KDD 2013).
+    ``order`` lists the (N,) int64 nodes as they are assigned. None: by id. The first of ``passes`` assigns
+    all nodes. Each further pass assigns all nodes again, by the parts that their neighbours have by then
+    (Nishimura and Ugander, "Restreaming Graph Partitioning", KDD 2013).
     """
     if order is None:
         order = np.arange(graph.num_nodes)
@@ -268,7 +268,7 @@ def _stream(
 ) -> None:
     num_parts, num_weights = capacity.shape
     num_nodes = max(len(order), 1)
-    # The size of a part is measured in nodes of mean weight, relative to an equal share. So Fennel's constant
+    # A part's size is measured in nodes with mean weight, relative to an equal share. So Fennel's constant
     # alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares. If there are several
     # weights, the largest size counts.
     alpha = np.sqrt(num_parts) * (len(indices) / 2) / num_nodes**GAMMA
@@ -285,7 +285,7 @@ def _stream(
             if p >= 0:
                 links[p] += 1
 
-        # fill has the node added, and used has not. The best part is the emptier one of equal scores.
+        # fill has the node added, and used has not. Among equal scores, the emptier part is best.
         best, best_score, best_fill = -1, -np.inf, np.inf
         emptiest, emptiest_fill = 0, np.inf
         for p in range(num_parts):

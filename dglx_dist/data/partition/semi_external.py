@@ -1,6 +1,6 @@
-"""Multilevel partitioning of a graph on disk, with memory for its nodes only.
+"""Partition a graph on disk on several levels, with memory for its nodes only.
 
-Label propagation clusters nodes, and clusters become the nodes of the next graph, until that fits in memory.
+Label propagation clusters nodes, and clusters become the nodes in the next graph, until that fits in memory.
 See Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-constrained Clustering", SEA 2014.
 """
 
@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 _SWEEPS = 5
 _STREAMS = 60
-"""Number of node ranges that are swept side by side and shared by ranks."""
+"""Node ranges that are swept side by side and shared by ranks."""
 _MIN_STREAM_NODES = 4096
-"""Minimum number of nodes of a range."""
+"""Minimum number of nodes in a range."""
 _ROUNDS = 64
-"""Number of rounds of a sweep."""
+"""Rounds in a sweep."""
 _ROUNDS_BEFORE_MARKS = 8
-"""Number of rounds after which ranks exchange the marks of nodes with moved neighbours."""
+"""Rounds after which ranks exchange which nodes have moved neighbours."""
 _TOLERANCE = 0.6
-"""Share of the tolerance for clusters and for parts of clusters. Refinement needs the remaining share."""
+"""Share of the tolerance that clusters, and parts made from them, may use. Refinement needs the rest."""
 _MIN_SHRINKING = 0.95
 _NODE_BYTES = 40
-"""Memory of one level for each node."""
+"""Memory per node on one level."""
 _WEIGHT_BYTES = 24
-"""Additional memory of one level for each node and balance weight."""
+"""Additional memory per node and balance weight on one level."""
 
 
 def partition(
@@ -51,12 +51,12 @@ def partition(
     workspace: Workspace,
     seed: int,
 ) -> Array:
-    """Return (N,) int32 parts of a graph that is larger than memory.
+    """Partition a graph that is larger than memory. Return (N,) int32 parts.
 
-    Nodes are merged into clusters, level by level, until the graph of clusters ``fits`` in memory. ``solve``
-    partitions this graph, and the parts are refined on each level. Graphs and parts of the levels are stages
-    of ``workspace``. Parts exceed their capacities only if the parts of ``solve`` do. The result is
-    deterministic if ``solve`` is. Raises ConfigError if the arrays of nodes do not fit in the workspace.
+    Nodes are merged into clusters, level by level, until the cluster graph ``fits`` in memory. ``solve``
+    partitions this graph, and the parts are refined on each level. Each level's graph and parts are stages in
+    ``workspace``. Parts exceed their capacities only if those from ``solve`` do. The result is deterministic
+    if ``solve`` is. Raises ConfigError if the node arrays do not fit in the workspace.
     """
     # The names differ from the original ones, because a cluster has the weight of all its nodes.
     names = tuple(f"{name} of clusters" for name in weights.names)
@@ -87,11 +87,11 @@ def partition(
         # Clusters have reached their maximum weight, but their graph is still too large.
         return stream(coarsest, None, columns, passes=1, fennel=False)
 
-    # The name has the number of levels, because another memory limit may stop at another level.
+    # The name counts the levels, because another memory limit may stop at another level.
     parts = workspace.array(f"parts{len(levels) - 1}", partition_coarsest)
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = map_spill(workspace.folder / f"level{level}", "coarse_of")
-        # The capacities of the original graph also hold for single nodes.
+        # The original graph's capacities also hold for single nodes.
         refine = functools.partial(
             _refine, *levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks
         )
@@ -102,9 +102,9 @@ def partition(
 def _coarsen(
     graph: SymmetricGraph, weights: BalanceWeights, workspace: Workspace, seed: int, folder: Path
 ) -> None:
-    """Write the graph of clusters of ``graph`` to ``folder``, with their weights and the (N,) ``coarse_of``.
+    """Write the cluster graph for ``graph`` to ``folder``, with its weights and the (N,) ``coarse_of``.
 
-    All ranks of the workspace call the function.
+    All ranks in the workspace call the function.
     """
     num_nodes = graph.num_nodes
     num_bytes = (_NODE_BYTES + _WEIGHT_BYTES * len(weights.columns)) * num_nodes
@@ -118,7 +118,7 @@ def _coarsen(
 
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
     adjacency = _make_adjacency(graph)
-    # The total weight of the entries bounds the weight of an entry, so its dtype fits both.
+    # The entries' total weight bounds each entry's weight, so its dtype fits both.
     total_weight = _count_coarse_edges(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
     fill_rows = functools.partial(_write_coarse_edges, adjacency, coarse_of)
@@ -137,13 +137,13 @@ def _make_adjacency(graph: SymmetricGraph) -> _Adjacency:
 
 
 def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ranks: Ranks) -> Array:
-    """Return the (N,) cluster of each node. Clusters are numbered by the ids of their first members."""
+    """Return each node's cluster, (N,). Clusters are numbered by their first members' ids."""
     num_nodes = graph.num_nodes
     matrix = weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
 
-    # A cluster may weigh at most the allowed excess of a part. Otherwise capacities would grow with clusters.
-    # A heavier node stays alone, because clusters of its weight could not be balanced.
+    # A cluster may weigh at most a part's allowed excess. Otherwise capacities would grow with clusters. A
+    # heavier node stays alone, because clusters with its weight could not be balanced.
     limits = share * weights.tolerance * [float(column.sum()) for column in weights.columns]
     limit = np.broadcast_to(limits, (num_nodes, len(limits)))
     labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
@@ -165,7 +165,7 @@ def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint6
 def _refine(
     graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array, ranks: Ranks
 ) -> Array:
-    """Return (N,) parts after nodes have moved to the parts of their neighbours. ``parts`` is changed."""
+    """Move nodes to their neighbours' parts, and return the (N,) parts. ``parts`` is changed."""
     matrix = weights.matrix()
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
     # A capacity allows for the heaviest node. Only one part has it, so other parts need not grow so large.
@@ -182,15 +182,18 @@ _Labelling: TypeAlias = tuple[Array, Array, Array, Array]
 def _propagate(
     graph: SymmetricGraph, labelling: _Labelling, ranks: Ranks, *, key: np.uint64, refining: bool
 ) -> None:
-    """Move nodes to the label of most neighbours. Labels and loads change equally on all ``ranks``.
+    """Move each node to the label that most neighbours have. All ``ranks`` make the same moves.
 
-    Nodes are swept in streams, which are ranges of ids with equal numbers of neighbours. A round takes a
-    block of consecutive nodes of each stream. A node sees the moves in its own block. Of other blocks it
-    sees the state before the round. Then all moves that no limit forbids are made in the order of ids. So
-    the result does not depend on which rank sweeps which streams.
+    Nodes are swept in streams, which are id ranges with equally many neighbours. A round takes a block of
+    consecutive nodes from each stream. A node sees the moves in its own block. In other blocks it sees the
+    state before the round. Then all moves that no limit forbids are made in id order. So the result does not
+    depend on which rank sweeps which streams. Labels and loads change equally on all ranks.
 
     Args:
-        key: Random key that decides between labels with equal numbers of neighbours.
+        graph: The graph to sweep.
+        labelling: Labels, loads and limits.
+        ranks: The ranks that share the sweep.
+        key: Random key that decides between labels with equally many neighbours.
         refining: Whether labels are parts with loads that should be even, instead of clusters.
     """
     num_nodes = graph.num_nodes
@@ -210,8 +213,8 @@ def _propagate(
         for _ in range(_SWEEPS):
             num_moved = 0
             for round_index in range(_ROUNDS):
-                # Each stream takes a block at a different position. Otherwise neighbours at the same
-                # position of two streams would move in the same round and swap labels.
+                # Each stream takes a block at a different position. Otherwise neighbours at the same position
+                # in two streams would move in the same round and swap labels.
                 index = (round_index + np.arange(num_streams)) % _ROUNDS
                 block_starts = bounds[:-1] + np.diff(bounds) * index // _ROUNDS
                 block_ends = bounds[:-1] + np.diff(bounds) * (index + 1) // _ROUNDS
@@ -235,7 +238,7 @@ def _propagate(
 
 
 def _cut_streams(graph: SymmetricGraph) -> Array:
-    """Return the bounds of S streams: the first node of each stream, and then the number of nodes."""
+    """Return the bounds of S streams: each stream's first node, and then the node count."""
     num_streams = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
     num_entries = len(graph.indices)
     cuts = np.searchsorted(graph.indptr, num_entries * np.arange(1, num_streams) // num_streams)
@@ -262,10 +265,10 @@ def _propose(
     refining: bool,
     moves: Array,
 ) -> int:
-    """Write (node, new label, old label) into the (M, 3) ``moves``. Return the number of moves.
+    """Write (node, new label, old label) into the (M, 3) ``moves``. Return how many moves there are.
 
-    ``blocks`` (B, 2) has the first and the end node of each block. Labels and loads are restored at the end.
-    Neighbours of the nodes are marked.
+    ``blocks`` (B, 2) has each block's first and end node. Labels and loads are restored at the end. The
+    nodes' neighbours are marked.
     """
     indptr, indices, edge_weights = adjacency
     labels, loads, matrix, limit = labelling
@@ -334,7 +337,7 @@ def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
             _move(u, label, labels, loads, matrix)
             num_moved += 1
         else:
-            # Other nodes of the same round took the room, so the node is marked to try again.
+            # Other nodes in the same round took the room, so the node is marked to try again.
             marked[u] = True
     return num_moved
 
@@ -375,8 +378,8 @@ def _join_single(
 ) -> None:
     """Join nodes without neighbours to one cluster, and single nodes that prefer the same full cluster.
 
-    ``num_members`` has the number of nodes of each label. With ``isolated_only``, only nodes without
-    neighbours are joined.
+    ``num_members`` counts the nodes with each label. With ``isolated_only``, only nodes without neighbours
+    are joined.
     """
     indptr, indices, edge_weights = adjacency
     num_nodes = len(labels)
@@ -434,12 +437,12 @@ def _write_coarse_edges(
     coarse_indices: Array,
     coarse_weights: Array,
 ) -> None:
-    """Write the edges between clusters of the coarse rows ``first_row`` to ``end_row - 1``.
+    """Write the edges between clusters that belong to the coarse rows ``first_row`` to ``end_row - 1``.
 
-    ``next_positions`` has the position of the next edge of each of these rows, and is advanced.
+    ``next_positions`` has the next edge's position in each of these rows, and is advanced.
     """
     indptr, indices, edge_weights = adjacency
-    # An array of one element means that all weights are 1.
+    # An array with one element means that all weights are 1.
     has_weights = len(edge_weights) > 1
     for u in range(len(coarse_of)):
         row = coarse_of[u]

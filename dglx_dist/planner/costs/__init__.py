@@ -1,1 +1,1 @@
-"""Bytes and memory of an epoch under each strategy, one module per strategy."""
+"""Bytes and memory per epoch under each strategy, one module per strategy."""

@@ -1,7 +1,7 @@
-"""Costs of an epoch without seconds: counts, byte formulas and memory formulas that cost models share.
+"""Counts, byte formulas and memory formulas that cost models share. None of them needs measured seconds.
 
-A cost model belongs to one strategy. It names the counts for a candidate, and returns the bytes and the
-memory that follow from them.
+Each cost model belongs to one strategy. It names what to count for a candidate, and computes bytes and memory
+from these counts.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
     from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
 
 GRADIENTS = "gradients"
-"""Ledger phase of summed gradients."""
+"""Ledger phase for summed gradients."""
 ID_BYTES = 8
 OPTIMIZER_COPIES = 2
-"""Number of tensors that Adam keeps, each as large as the parameters."""
+"""Tensors that Adam keeps per parameter, each as large as the parameter."""
 _BATCHES_AHEAD = 1
 ALLOCATOR_OVERHEAD = 1.3
 """Held memory relative to memory in use. Each thread keeps freed memory for the next step."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
-"""Bytes of a sampled block per edge and per row: ids, positions and the formats for message passing."""
+"""Bytes per edge and per row in a sampled block: ids, positions and the formats for message passing."""
 
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Work of an epoch other than mini-batches. All candidates that need a work share its counts.
+    """Epoch work other than mini-batches. It is counted once, for all candidates that need it.
 
-    Subclasses are frozen dataclasses of JSON values.
+    Subclasses are frozen dataclasses with JSON values.
     """
 
     @abstractmethod
     def describe(self, num_layers: int) -> str:
-        """Return a description of the counted work, for progress messages."""
+        """Describe what is counted, for progress messages."""
 
     @abstractmethod
     def count(self, run: PlannedRun) -> Any:
         """Return the counts of all ranks, or None if counting takes too long. Every rank must call this."""
 
     def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
-        """Return the blocks of a step of the busiest rank, and an epoch's steps. None by default."""
+        """Return the blocks of the busiest rank's step, and the steps per epoch. None by default."""
         return None
 
 
@@ -65,9 +65,9 @@ class PlannedRun:
     ntype: str
     """Type of the training nodes."""
     bounds: Mapping[str, Array]
-    """(S + 1,) int64 first node of each server by node type."""
+    """(S + 1,) int64 first node on each server, by node type."""
     seeds: Array
-    """(K,) ascending int64 training nodes of ``ntype``, of all servers."""
+    """(K,) ascending int64 training nodes on all servers, as ids within ``ntype``."""
     trained_types: frozenset[str] = frozenset()
     """Node types with trainable rows instead of features."""
     graph: GraphStats
@@ -76,11 +76,11 @@ class PlannedRun:
     in_job: bool
     """Whether each rank of the run counts its own work. Otherwise this process counts for all ranks."""
     works: dict[Work, Any] = field(default_factory=dict)
-    """Counts of the works that are already done."""
+    """Counts that are already complete."""
 
     @property
     def plan_seeds(self) -> Array:
-        """(K,) int64 training nodes in the ids of :attr:`partition`, which are unified ids of all types."""
+        """(K,) int64 training nodes in the ids of :attr:`partition`, unified if there are several types."""
         structure = self.partition.structure
         if isinstance(structure, UnifiedGraph):
             return structure.unify({self.ntype: self.seeds})
@@ -97,17 +97,17 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRows:
-    """Number of trainable rows that ranks read in an epoch and do not own, over all ranks and steps."""
+    """Trainable rows that ranks read in an epoch but do not own, summed over all ranks and steps."""
 
     outside: int = 0
-    """Rows of another server."""
+    """Rows on another server."""
     inside: int = 0
-    """Rows of another rank of the same server."""
+    """Rows on another rank within the same server."""
 
     def traffic(self, row_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes between servers and within servers by ledger phase.
+        """Return the bytes between servers and within servers, each by ledger phase.
 
-        Rows of other servers are pulled, with their ids. Gradients are sent to the rank that owns the row.
+        Rows on other servers are pulled, with their ids. Gradients are sent to the rank that owns the row.
         """
         size = ID_BYTES + row_bytes
         outside = present(embeddings=size * self.outside, sparse_gradients=size * self.outside)
@@ -116,7 +116,7 @@ class TrainedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class TypedFeatures:
-    """Input of a model of several types."""
+    """Input for a model with several node types."""
 
     etypes: tuple[EdgeType, ...]
     widths: Mapping[str, int]
@@ -125,37 +125,37 @@ class TypedFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class TypedCounts:
-    """Totals of the layer-1 blocks of an epoch over all ranks, by type."""
+    """Size of the layer-1 blocks by type, summed over all ranks and all batches in an epoch."""
 
     batches: int
     sources: Mapping[str, int]
-    """L0 by node type."""
+    """Source rows, L0, by node type."""
     targets: Mapping[str, int]
-    """D1 by node type."""
+    """Destinations, D1, by node type."""
     edges: Mapping[EdgeType, int]
-    """E1 by edge type."""
+    """Edges, E1, by edge type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Totals of an epoch of mini-batches over all ranks."""
+    """Size and bytes of all mini-batches in an epoch, summed over all ranks."""
 
     steps: int
-    """Number of steps of every rank. The rank with the most seeds needs this number."""
+    """Steps per rank. Every rank makes as many as the rank with the most seeds needs."""
     input_rows: int
     remote_rows: int
-    """Number of input rows that belong to another server."""
+    """Input rows that belong to another server."""
     edges: int
     seeds_per_rank: list[int]
     feature_bytes: int
-    """(8 + F s) bytes for each remote row."""
+    """(8 + F s) bytes per remote row: its id, and F features with s bytes each."""
     sampling_bytes: int
-    """8 bytes per remote node whose in-edges are read, and 24 per edge. 0 if ranks have all edges."""
+    """8 bytes per remote node with in-edges to read, and 24 per edge. 0 if ranks have all edges."""
     label_bytes: int
     gradient_bytes: int
-    """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) bytes for each step."""
+    """2 (W - 1) (|theta| s + one flag with s bytes for each parameter tensor) bytes per step."""
     first_targets: int = 0
-    """D1, the destinations of the layer-1 blocks. Their sources, L0, are ``input_rows``."""
+    """D1, the destinations in layer-1 blocks. Their sources, L0, are ``input_rows``."""
     first_edges: int = 0
     trained_rows: TrainedRows = TrainedRows()
     first_layer: TypedCounts | None = None
@@ -167,35 +167,35 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHits:
-    """Hits and cost of a cache of remote rows."""
+    """Savings and cost of a cache for remote rows."""
 
     policy: str
     alpha: float
     """Size as a fraction of the server's own nodes."""
     hits: int = 0
-    """Remote rows of an epoch found in a cache, over all ranks."""
+    """Remote rows that are found in a cache during an epoch, over all ranks."""
     once_rows: int = 0
     """Rows fetched before the first epoch, by all ranks."""
     server_bytes: int = 0
-    """Bytes of the cache that the ranks of a server share."""
+    """Cache bytes that the ranks on a server share."""
     rank_bytes: int = 0
-    """Bytes of the cache per rank. They include the tables and drawn batches of a cache that looks ahead."""
+    """Cache bytes per rank. They include the tables and drawn batches that a cache with look-ahead needs."""
 
 
 LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""(L,) sources, targets and edges of each layer."""
+"""(L,) sources, targets and edges by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWork:
-    """Work of one epoch of mini-batches."""
+    """Work that one epoch with mini-batches causes."""
 
     survey: Survey
     largest: LayerCounts
-    """Counts of the largest batch."""
+    """Counts for the largest batch."""
     caches: tuple[CacheHits, ...] = ()
     is_complete: bool = True
-    """Whether every batch of the epoch was counted."""
+    """Whether every batch in the epoch was counted."""
 
     @property
     def steps(self) -> int:
@@ -204,13 +204,13 @@ class BatchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCounts:
-    """Statistics and counts of an epoch for one graph, model and cluster."""
+    """Everything that is counted in an epoch for one graph, model and cluster."""
 
     graph: GraphStats
     shape: ModelShape
     cluster: Cluster
     program_bytes: int
-    """Memory of a rank without a graph and a model."""
+    """Memory that a rank needs without a graph and a model."""
     context: CandidateContext
     batches: BatchWork | None
     """Counted mini-batches. None if no mini-batches were requested."""
@@ -236,7 +236,7 @@ class EpochCounts:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the program and the model."""
+        """Bytes that the program and the model take."""
         return self.program_bytes + self.parameter_bytes
 
     @property
@@ -245,22 +245,26 @@ class EpochCounts:
 
     @property
     def structure_bytes(self) -> int:
-        """Bytes of the in-edges that a rank maps."""
+        """Bytes that a rank maps for in-edges."""
         if self.structure_partitioned:
             return self.graph.structure_bytes // self.cluster.servers
         return self.graph.structure_bytes
 
     @property
     def own_feature_bytes(self) -> int:
-        """Bytes of a server's features, which its ranks share."""
+        """Bytes for a server's features, which its ranks share."""
         # The negations round up.
         return -(-self.graph.all_feature_bytes // self.cluster.servers)
 
     def activations(self, targets: Sequence[int], sources: Sequence[int]) -> list[int]:
         """Return the (L,) bytes that forward keeps for backward in each layer.
 
-        ``targets`` and ``sources`` are the (L,) numbers of rows of the layers. For each target, a layer keeps
-        its sums and three tensors of the width of its result. For each source, it keeps one such tensor.
+        For each target, a layer keeps its sums and three tensors as wide as its result. For each source, it
+        keeps one such tensor.
+
+        Args:
+            targets: (L,) target rows by layer.
+            sources: (L,) source rows by layer.
         """
         layer_bytes = []
         for layer, num_targets, num_sources in zip(self.shape.layers, targets, sources, strict=True):
@@ -273,13 +277,13 @@ class EpochCounts:
         return self.parameter_bytes + 2 * max(activations)
 
     def batch_memory(self, *, held: int, owners: int = 1, in_flight: int = 1) -> int:
-        """Return the peak memory of a rank that trains on mini-batches.
+        """Return a rank's peak memory when it trains on mini-batches.
 
         Args:
             held: Bytes of features that are mapped or kept.
             owners: Ranks with layer-1 blocks in a batch (push-pull's N_f). Each brings its part of the
-                columns, and all parts together are as large as the whole rows.
-            in_flight: Number of batches that are trained at a time.
+                columns, and all parts together are as large as the full rows.
+            in_flight: How many batches are trained at a time.
         """
         sources, targets, edges = self.mini_batches.largest
         input_bytes = sources[0] * self.shape.features * self.shape.itemsize
@@ -298,9 +302,9 @@ class EpochCounts:
         return static_bytes + round(ALLOCATOR_OVERHEAD * (step_bytes + loaded_bytes))
 
     def find_cache(self, candidate: Candidate) -> CacheHits | None:
-        """Return the counted cache of ``candidate``.
+        """Look up the counted cache for ``candidate``.
 
-        The result is None if the candidate has no cache, or if its cache was not counted.
+        Return None if the candidate has no cache, or if its cache was not counted.
         """
         if self.batches is None or candidate.cache is None:
             return None
@@ -312,21 +316,21 @@ class EpochCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of one epoch by ledger phase, of all ranks."""
+    """Bytes that all ranks send in one epoch, by ledger phase."""
 
     outside: Mapping[str, int] = field(default_factory=dict)
     """Bytes between servers."""
     inside: Mapping[str, int] = field(default_factory=dict)
-    """Bytes between ranks of the same server."""
+    """Bytes between ranks on the same server."""
     once: int = 0
     """Bytes between servers before the first epoch."""
     exact: bool = True
-    """Whether the ledger of a run shows the same bytes. False: the bytes are estimates."""
+    """Whether a run's ledger shows the same bytes. Otherwise the bytes are estimates."""
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of an epoch on the slower links, which are between or within servers.
+        """Return how long an epoch's bytes take on the slower links, either between servers or within them.
 
-        All servers send at the same time, so each of them needs its share of the seconds.
+        All servers send at the same time, so each needs only its share of the seconds.
         """
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
@@ -335,43 +339,46 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Bytes and memory of an epoch of a candidate."""
+    """Bytes and memory that a candidate needs for an epoch."""
 
     traffic: Traffic = Traffic(exact=False)
     memory: int = 0
-    """Peak memory of a rank in bytes, including the program. 0: unknown."""
+    """A rank's peak memory in bytes, including the program. 0: unknown."""
     shared: int = 0
-    """Part of that memory that the ranks of a server map together."""
+    """Bytes within ``memory`` that the ranks on a server map together."""
     on_host: int = 0
-    """Part of that memory on the host if ranks compute on GPUs. The rest is on the GPU."""
+    """Bytes within ``memory`` that lie on the host if ranks compute on GPUs. The rest is on the GPU."""
     note: str = ""
     """Remark for tables."""
     why_not: str = ""
-    """Reason why the candidate is not feasible. Empty if the candidate is feasible."""
+    """Reason if the candidate is not feasible, or empty."""
 
 
 class CostModel(ABC):
-    """Bytes and memory of the candidates of one strategy."""
+    """Computes bytes and memory for the candidates of one strategy."""
 
     @staticmethod
     def inspect(model: nn.Module, features: Any) -> Any:
-        """Return what :meth:`cost` must know of a model. It is stored in ``shape.inspected``.
+        """Extract what :meth:`cost` must know about a model. The result is stored in ``shape.inspected``.
 
-        ``features`` is the number of input columns, or :class:`TypedFeatures` for several types.
+        Args:
+            model: The model, which makes no step here.
+            features: Number of input columns, or :class:`TypedFeatures` for several node types.
 
-        Raises ConfigError if the strategy cannot train the model, as far as that is known without a step.
+        Raises:
+            ConfigError: If the strategy cannot train the model, as far as that is known without a step.
         """
         return None
 
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
-        """Return the works to count for ``candidate`` beside mini-batches."""
+        """List what must be counted for ``candidate`` besides mini-batches."""
         return ()
 
     @staticmethod
     @abstractmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
-        """Return the cost of an epoch without I/O. Bytes that follow from counts must equal the ledger's."""
+        """Compute the cost without I/O. Bytes that follow from counts must equal the ledger's."""
 
 
 COSTS: Registry[CostModel] = Registry(
@@ -387,11 +394,11 @@ COSTS: Registry[CostModel] = Registry(
     },
     group="dglx_dist.costs",
 )
-"""Cost models by the strategy's name. Without a cost model, a strategy is tried with unknown bytes."""
+"""Cost models by strategy name. A strategy without a cost model is tried with unknown bytes."""
 
 
 def present(**phases: int) -> dict[str, int]:
-    """Return the bytes by ledger phase, sorted by name, without phases of 0 bytes."""
+    """Drop the phases with 0 bytes, and sort the others by name."""
     return {name: count for name, count in sorted(phases.items()) if count}
 
 
@@ -403,14 +410,14 @@ def build_traffic(
     startup_bytes: int = 0,
     is_exact: bool,
 ) -> Traffic:
-    """Return the traffic of an epoch, without phases that send nothing.
+    """Build an epoch's traffic, without phases that send nothing.
 
     Args:
-        outside: Bytes between servers by ledger phase, without the sums of gradients.
-        inside: Bytes between ranks of the same server by ledger phase, without the sums of gradients.
+        outside: Bytes between servers by ledger phase, without gradient sums.
+        inside: Bytes between ranks on the same server by ledger phase, without gradient sums.
         gradient_sums: Bytes to sum the gradients over all ranks, as (between servers, within servers).
         startup_bytes: Bytes between servers before the first epoch.
-        is_exact: Whether the ledger of a run will show the same bytes. Otherwise they are estimates.
+        is_exact: Whether a run's ledger will show the same bytes. Otherwise they are estimates.
     """
     gradients_outside, gradients_inside = gradient_sums
     return Traffic(
@@ -426,13 +433,13 @@ def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[in
 
     Args:
         num_bytes: Size of the reduced array.
-        server_of: (W,) server of each rank.
+        server_of: (W,) server by rank.
         steps: Number of all-reduces.
     """
     num_ranks = len(server_of)
     outside = 0
     for rank, server in enumerate(server_of):
-        # A rank of the ring sends to the next rank, which may be on another server.
+        # Each rank in the ring sends to the next rank, which may be on another server.
         next_rank = (rank + 1) % num_ranks
         if server_of[next_rank] != server:
             outside += steps * ring_bytes(num_bytes, num_ranks, rank)

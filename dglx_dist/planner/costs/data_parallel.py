@@ -1,4 +1,4 @@
-"""Bytes and memory of data parallel training."""
+"""Bytes and memory for data parallel training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dglx_dist.strategies.candidate import Candidate
 
 @final
 class DataParallelCosts(CostModel):
-    """Rows of remote input nodes without those in a cache, and sums of all gradients."""
+    """Counts remote input rows that miss the cache, and gradient sums."""
 
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
@@ -53,7 +53,7 @@ class DataParallelCosts(CostModel):
 
 
 def count_row_bytes(survey: Survey) -> dict[str, int]:
-    """Return the bytes of all ranks by ledger phase, without empty phases."""
+    """Return the bytes that all ranks send, by ledger phase, without empty phases."""
     return present(
         features=survey.feature_bytes,
         sampling=survey.sampling_bytes,

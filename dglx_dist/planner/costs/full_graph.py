@@ -1,4 +1,4 @@
-"""Bytes and memory of full_graph, shared_preload and cooperative, from an epoch's plans.
+"""Bytes and memory for full_graph, shared_preload and cooperative, from an epoch's plans.
 
 See docs/strategies/shared_preload.md. Plans are counted by one process or by all ranks.
 """
@@ -52,7 +52,7 @@ from dglx_dist.strategies.full_graph.typed_block import TypedHaloBlock, typed_ha
 _MAX_EDGES = 200_000_000
 """Largest plans to build, in edges over layers and cooperative batches. A million edges take a second."""
 _PLAN_BYTES = 100
-"""Memory for building the plans of all ranks, in bytes per edge. 95 were measured with two layers."""
+"""Memory to build all ranks' plans, in bytes per edge. 95 were measured with two layers."""
 _COVER_BYTES = 40
 """Memory for building covers, in bytes per edge. 27 were measured with two layers on 4 servers."""
 
@@ -60,20 +60,20 @@ _COVER_BYTES = 40
 @final
 @dataclass(frozen=True)
 class StepSizes:
-    """Rows and edges of a step on one rank."""
+    """Rows and edges in a step on one rank."""
 
     rows: tuple[int, ...]
-    """(L + 1,) rows of the levels, features first."""
+    """(L + 1,) rows by level, features first."""
     sources: tuple[int, ...]
-    """(L,) sources of each layer."""
+    """(L,) sources by layer."""
     edges: tuple[int, ...]
-    """(L,) edges of each layer."""
+    """(L,) edges by layer."""
     sent: tuple[int, ...]
     """(L,) rows that other ranks receive."""
 
 
 def read_step_sizes(plan: RankPlan) -> StepSizes:
-    """Return the rows and edges of the step of ``plan``."""
+    """Count the rows and edges in the step that ``plan`` describes."""
     layers = plan.layers
     num_sent = []
     for layer in layers:
@@ -88,16 +88,18 @@ def read_step_sizes(plan: RankPlan) -> StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FullWork:
-    """Work of one full-graph epoch."""
+    """Work in one full-graph epoch."""
 
     largest: StepSizes
-    """Sizes of the largest step of any rank."""
+    """Sizes of the largest step on any rank."""
     outside: tuple[int, ...]
-    """(L,) pairs of a node and a rank that reads its row as input of a layer, input-most first, without
-    computing it, if a rank of another server computes the node (B_ext). Over all ranks and steps.
+    """B_ext by layer: rows that cross servers in an epoch, over all ranks and steps, input-most first.
+
+    An entry counts pairs of a node and a rank. The rank reads the node's row as an input of the layer without
+    computing it, and a rank on another server computes it. Shape (L,).
     """
     inside: tuple[int, ...]
-    """(L,) pairs whose row another rank of the same server computes."""
+    """(L,) pairs for which another rank on the same server computes the row."""
     external_rows: int
     """Feature rows preloaded from other servers, over all servers and steps."""
     trained_rows: TrainedRows
@@ -106,18 +108,18 @@ class FullWork:
     cover: FullWork | None = None
     """The same work if layers above the first exchange rows of covers. None if covers were not counted."""
     plan: RankPlan | TypedPlan | None = None
-    """Plan of the largest step of any rank. None if another process may have built the plan."""
+    """Plan for the largest step on any rank. None if another process may have built the plan."""
 
 
 @final
 @dataclass(frozen=True)
 class FullGraphScheme(Work):
-    """Plans and batches of training on a whole graph."""
+    """Plans and batches when training on a whole graph."""
 
     hops: int
-    """Number of layers that a server computes without rows of other servers."""
+    """Layers that a server computes without rows from other servers."""
     eas: EasOptions | None = None
-    """Limits of the external neighbourhood. None: it has no limit."""
+    """Limits for the external neighbourhood. None: it has no limit."""
     cooperative_batches: int = 1
 
     def describe(self, num_layers: int) -> str:
@@ -151,10 +153,13 @@ class FullGraphScheme(Work):
         return replace(works[0], cover=cover, plan=plan)
 
     def _count_steps(self, run: PlannedRun, use_cover: bool) -> tuple[Array, RankPlan | None]:
-        """Build the plans of all steps. Return their sizes, and the largest plan that this process built.
+        """Build the plans for all steps.
 
-        The sizes have one entry for plans of source rows and, with ``use_cover``, one for plans of covers.
-        Each entry is the (R, W, K) array of the packed sizes by step and rank.
+        Returns:
+            The plans' sizes, and the largest plan that this process built. There is one entry for plans with
+            source rows and, with ``use_cover``, one for plans with covers. Each is an (R, W, K) array that
+                holds
+            the packed sizes by step and rank.
         """
         topology = run.partition.topology
         make_plans = self._make_planner(run, use_cover)
@@ -177,12 +182,12 @@ class FullGraphScheme(Work):
 
         sizes: Array = np.array(counted)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape)
-        # (processes, R, ranks of a process, variants, K) to (variants, R, processes, ranks of a process, K)
+        # (processes, R, ranks per process, variants, K) to (variants, R, processes, ranks per process, K)
         ordered = gathered.transpose(3, 1, 0, 2, 4)
         return ordered.reshape(len(ordered), len(steps), topology.world_size, -1), largest_plan
 
     def _compose_steps(self, run: PlannedRun) -> list[list[Array]]:
-        """Return the (K,) int64 seeds of each step and server. At least one server has seeds in a step."""
+        """Return each step's (K,) int64 seeds by server. At least one server has seeds in a step."""
         num_batches = self.cooperative_batches
         batches_by_server: list[Sequence[Array]] = []
         for ids in split_by_server(run.partition, run.plan_seeds):
@@ -206,7 +211,7 @@ class FullGraphScheme(Work):
         planner = Planner(run.g)
 
         def make_plan(seeds: list[Array]) -> list[RankPlan]:
-            # One rank of a server passes the seeds of the whole server.
+            # One rank on a server passes the seeds for the whole server.
             server_seeds = NO_IDS
             if topology.local_rank == 0:
                 server_seeds = seeds[topology.server]
@@ -221,18 +226,18 @@ class FullGraphScheme(Work):
 
 
 def _measure_plan(plan: RankPlan) -> int:
-    """Return the edges and rows of ``plan``, which tell how long its step takes."""
+    """Count the edges and rows in ``plan``, which tell how long its step takes."""
     num_edges = sum(len(layer.indices) for layer in plan.layers)
     num_targets = sum(layer.targets for layer in plan.layers)
     return num_edges + num_targets + plan.layers[0].own_rows
 
 
 def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array, Array]:
-    """Count the trainable rows that are inputs of ``rank``.
+    """Count the trainable rows that ``rank`` reads as inputs.
 
     Returns:
-        (W,) int64 number of these rows by the rank that owns them, without own rows, and (W,) int64 number
-        of those in the halo of layer 1 by the rank that would send them.
+        - (W,) int64 rows by the rank that owns them, without own rows.
+        - (W,) int64 rows in layer 1's halo by the rank that would send them.
     """
     world_size = run.partition.topology.world_size
     graph = run.partition.structure
@@ -246,7 +251,7 @@ def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array
     is_trained = np.isin(types, trained_types)
     owners = run.partition.find_owners(rows[is_trained])
 
-    # The halo rows are in order of the ranks that send them.
+    # Halo rows are in order of the ranks that send them.
     ranks, num_rows = np.array(first_layer.receive, np.int64).reshape(-1, 2).T
     senders = np.repeat(ranks, num_rows)
     trained_senders = senders[is_trained[len(plan.nodes) :]]
@@ -257,13 +262,16 @@ def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array
 
 
 def pack_sizes(plan: RankPlan, world_size: int, trained: tuple[Array, Array] | None = None) -> Array:
-    """Return a plan's sizes as one int64 array, which :func:`decode_work` unpacks.
+    """Pack a plan's sizes into one int64 array, which :func:`decode_work` unpacks.
 
-    The array holds, for L layers and W ranks: the fields of the result of :func:`read_step_sizes` in their
-    order, the number of feature rows that the server fetches from other servers, the (L, W) numbers of halo
-    rows by the rank that sends them, without trainable rows of layer 1, and the (W,) numbers of trainable
-    rows by the rank that owns them. ``trained`` is the result of :func:`find_trained_rows`. None: no rows
-    are trainable.
+    With L layers and W ranks, the array holds in this order:
+
+    - all fields that :func:`read_step_sizes` returns,
+    - the number of feature rows that the server fetches from other servers,
+    - (L, W) halo rows by the rank that sends them, without trainable rows in layer 1,
+    - (W,) trainable rows by the rank that owns them.
+
+    ``trained`` is the result from :func:`find_trained_rows`. None: no rows are trainable.
     """
     received = np.zeros((len(plan.layers), world_size), np.int64)
     for layer_row, layer in zip(received, plan.layers, strict=True):
@@ -279,7 +287,7 @@ def pack_sizes(plan: RankPlan, world_size: int, trained: tuple[Array, Array] | N
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
-    """Return ``plan`` with the sizes of its covers above layer 1. Layer 1 is kept, as with ``use_pp``."""
+    """Return ``plan`` with its covers' sizes above layer 1. Layer 1 is kept, as with ``use_pp``."""
     layers = [plan.layers[0]]
     for layer in plan.layers[1:]:
         cover = layer.cover
@@ -290,7 +298,7 @@ def use_covers(plan: RankPlan) -> RankPlan:
 
 
 def decode_work(sizes: Array, topology: Topology) -> FullWork:
-    """Return the work in an epoch from the (R, W, K) int64 :func:`pack_sizes` of all its plans."""
+    """Unpack an epoch's work from the (R, W, K) int64 arrays that :func:`pack_sizes` made of its plans."""
     world_size = topology.world_size
     # K is (L + 1) + 3 L for a step's sizes, 1, L W and W.
     num_layers = (sizes.shape[2] - 2 - world_size) // (4 + world_size)
@@ -303,12 +311,12 @@ def decode_work(sizes: Array, topology: Topology) -> FullWork:
     step, rank = divmod(int(num_elements.argmax()), world_size)
     largest = StepSizes(*(_to_ints(field[step, rank]) for field in step_fields))
 
-    # All ranks of a server report the rows that the server preloads, so one of the ranks counts.
+    # All ranks on a server report the rows that the server preloads, so only the first one counts.
     first_ranks = [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
     server = np.array(topology.server_of_rank)
     is_same = server[:, None] == server
 
-    # Numbers of halo rows by receiving rank, layer and sending rank.
+    # Halo rows by receiving rank, layer and sending rank.
     halo = received.sum(axis=0).reshape(world_size, num_layers, world_size)
     trained_rows = trained.sum(axis=0)
     return FullWork(
@@ -346,7 +354,7 @@ class LocalExchange:
 
 
 def build_blocks(plan: RankPlan | TypedPlan) -> list[Any]:
-    """Return blocks for all layers of ``plan`` that compute without the other ranks."""
+    """Build a block for each layer in ``plan``. The blocks compute without the other ranks."""
     blocks: list[Any] = []
     previous_layer = None
     layers: Sequence[HaloLayer | TypedLayer] = plan.layers
@@ -371,7 +379,7 @@ def _build_block(layer: HaloLayer | TypedLayer, nodes: Any) -> HaloBlock | Typed
 
 @final
 class FullGraphCosts(CostModel):
-    """Border rows of every layer, rows preloaded before the first epoch, and sums of all gradients."""
+    """Counts border rows in every layer, rows preloaded before the first epoch, and gradient sums."""
 
     inspect = staticmethod(check_rows_stay_apart)
 
@@ -390,7 +398,7 @@ class FullGraphCosts(CostModel):
         if options.aggregate == "cover":
             return _build_cover_cost(counts, work)
 
-        # With several batches, no batch keeps the features of its halo, and the next batch is loaded ahead.
+        # With several batches, no batch keeps its halo's features, and the next batch is loaded ahead.
         use_pp = work.steps == 1
         num_ahead = 0 if work.steps == 1 else 1
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
@@ -415,7 +423,7 @@ def _build_cost(counts: EpochCounts, traffic: Traffic, memory: int) -> Cost:
 
 
 def _build_cover_cost(counts: EpochCounts, work: FullWork) -> Cost:
-    """Return the cost of an epoch with ``aggregate="cover"``. ``work`` has the counts of source rows, too."""
+    """Compute an epoch's cost with ``aggregate="cover"``. ``work`` has the counts for source rows, too."""
     if counts.shape.feature_widths is not None:
         return Cost(why_not="covers of several edge types are not counted; name the strategy and this option")
     first_layer, *layers_above = counts.shape.layers
@@ -430,14 +438,14 @@ def _build_cover_cost(counts: EpochCounts, work: FullWork) -> Cost:
         layers.append(replace(layer, inputs=layer.summed))
     counts = replace(counts, shape=replace(counts.shape, layers=tuple(layers)))
 
-    # The blocks of source rows are kept in addition to those of the covers.
+    # Blocks for source rows are kept in addition to those for covers.
     block_bytes = sum(_list_structure_bytes(work.largest))
     memory = estimate_memory(counts, work.cover) + round(ALLOCATOR_OVERHEAD * block_bytes)
     return _build_cost(counts, _traffic(counts, work.cover, use_pp=True), memory)
 
 
 def estimate_memory(counts: EpochCounts, work: FullWork, *, ahead: int = 0) -> int:
-    """Return the peak bytes of a rank that trains on whole graphs and loads ``ahead`` batches in advance."""
+    """Return a rank's peak bytes when it trains on whole graphs and loads ``ahead`` batches in advance."""
     shape = counts.shape
     sizes = work.largest
     input_bytes = sizes.rows[0] * shape.features * shape.itemsize
@@ -445,7 +453,7 @@ def estimate_memory(counts: EpochCounts, work: FullWork, *, ahead: int = 0) -> i
     activations = counts.activations(sizes.rows[1:], sizes.sources)
     step_bytes = (1 + ahead) * loaded_bytes + sum(activations) + counts.backward_bytes(activations)
 
-    # The sent rows have buffers, and the gradients that come back have buffers of the same size.
+    # The sent rows have buffers, and the gradients that come back have equally large buffers.
     num_sent = [rows * layer.inputs for rows, layer in zip(sizes.sent, shape.layers, strict=True)]
     buffer_bytes = 2 * max(num_sent) * shape.itemsize
     held_bytes = counts.own_feature_bytes + OPTIMIZER_COPIES * counts.parameter_bytes + buffer_bytes
@@ -453,7 +461,7 @@ def estimate_memory(counts: EpochCounts, work: FullWork, *, ahead: int = 0) -> i
 
 
 def _list_structure_bytes(sizes: StepSizes) -> list[int]:
-    """Return (L,) bytes of the layers' blocks and plans. Equal successive layers count once."""
+    """Return (L,) bytes for the layers' blocks and plans. Equal successive layers count once."""
     layer_bytes = []
     previous_layer = None
     for layer in zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True):
@@ -466,10 +474,11 @@ def _list_structure_bytes(sizes: StepSizes) -> list[int]:
 
 
 def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
-    """Return the bytes of a layer's plan and block, 8 for each of these numbers.
+    """Return the bytes of a layer's plan and block, with 8 bytes per number.
 
-    Per edge: source and id, position with half as much spare capacity, and in source order, which backward
-    reads, target and position. Per source: offset and id. Per target, and per sent row: offset.
+    Each edge has its source and id, a position with half as much spare capacity, and in source order, which
+    backward reads, its target and position. Each source has an offset and id. Each target and each sent row
+    has an offset.
     """
     return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * (targets + sent)
 
@@ -477,11 +486,11 @@ def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
 def count_exchanged_bytes(
     pairs: Sequence[int], shape: ModelShape, *, use_pp: bool, wire: WireDtype = "same"
 ) -> dict[str, int]:
-    """Return an epoch's bytes by ledger phase, for (L,) ``pairs`` outside or inside of servers.
+    """Return an epoch's bytes by ledger phase, for (L,) ``pairs`` outside or inside servers.
 
-    ``halo`` is b_0 B_1 + b_1 B_2 + ..., where b_l are the bytes of d_l numbers as ``wire`` sends them. The
-    first term is missing if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same sum
-    without the terms of rows that have no gradient. The result has no empty phases.
+    ``halo`` is b_0 B_1 + b_1 B_2 + ..., where ``wire`` sends d_l numbers in b_l bytes. The first term is
+    missing if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same sum without the terms for
+    rows that have no gradient. The result has no empty phases.
     """
     layer_bytes = []
     for layer, num_pairs in zip(shape.layers, pairs, strict=True):
@@ -496,7 +505,7 @@ def count_exchanged_bytes(
 
 
 def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
-    """Return the traffic of an epoch. With ``use_pp``, layer-1 rows are fetched before the first epoch."""
+    """Return an epoch's traffic. With ``use_pp``, layer-1 rows are fetched before the first epoch."""
     shape = counts.shape
     trained_outside, trained_inside = work.trained_rows.traffic(shape.trained_row_bytes)
     halo_outside = count_exchanged_bytes(work.outside, shape, use_pp=use_pp, wire=wire)
@@ -510,7 +519,7 @@ def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDty
     if use_pp:
         startup_bytes += work.outside[0] * row_bytes
 
-    # The width of exchanged rows is unknown for a guessed shape.
+    # In a guessed shape, the width of exchanged rows is unknown.
     has_one_planner = work.steps == 1 or counts.cluster.ranks_per_server == 1
     are_widths_known = not shape.is_guessed or not (outside or inside)
     return build_traffic(

@@ -1,4 +1,4 @@
-"""Bytes and memory of push-pull training (docs/strategies/push_pull.md)."""
+"""Bytes and memory for push-pull training (docs/strategies/push_pull.md)."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _SUMS = (FORWARD, BACKWARD)
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLayer:
-    """The convolution on the features, and the other parameters."""
+    """Sizes of the convolution on the features, and sizes of the other parameters."""
 
     sum_width: int
-    """H, columns of the sum over the parts for each destination, of all heads."""
+    """H, columns in the sum over the parts for each destination, over all heads."""
     logit_width: int
-    """K, columns of the sum that is returned for each source and destination. 0: none."""
+    """K, columns in the sum that is returned for each source and destination. 0: none."""
     itemsize: int
-    """s, bytes of an element."""
+    """s, bytes per element."""
     cut_bytes: int
-    """Bytes of the split parameters, all parts together."""
+    """Bytes that the split parameters take, all parts together."""
     replicated_bytes: int
-    """Gradient bytes for all other parameters. On the owner side each has a flag, which is one element."""
+    """Gradient bytes for all other parameters. On the owner side, each has a flag with one element."""
     known: bool
     """Whether the sums have exactly these widths and no edge values are sent."""
     sum_widths: Mapping[str, int] = field(default_factory=dict)
@@ -56,18 +56,18 @@ class FirstLayer:
 
 
 def inspect(model: nn.Module, features: int | TypedFeatures) -> FirstLayer:
-    """Return the sizes of ``model`` split at its ``features``. Raise ConfigError if it cannot be split."""
+    """Measure ``model`` split at its ``features``. Raise ConfigError if it cannot be split."""
     if isinstance(features, TypedFeatures):
         return inspect_types(model, features.etypes, features.widths)
     name, stages = find_first_layer(model, features)
     layer_class = type(model.get_submodule(name))
-    # Edge values are sent with the structure, and a layer of the user may sum anything.
+    # Edge values are sent with the structure, and a user's layer may sum anything.
     is_known = layer_class in CONVOLUTIONS and not stages.required_edges
     return _measure(model, stages, is_known=is_known, sum_width=stages.sum_width)
 
 
 def inspect_types(model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]) -> FirstLayer:
-    """Return the sizes of ``model`` split at the features of several node types.
+    """Measure ``model`` split at the features of several node types.
 
     ``widths`` has the number of feature columns by node type. Raises ConfigError if ``model`` cannot be
     split.
@@ -77,7 +77,7 @@ def inspect_types(model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[
 
 
 def _measure(model: nn.Module, stages: SplittableConv, *, is_known: bool, sum_width: int = 0) -> FirstLayer:
-    """Return the sizes of ``model`` whose first layer is ``stages``."""
+    """Measure ``model``, which has ``stages`` as its first layer."""
     cut_parameters = [stages.get_parameter(name) for name in stages.cut]
     cut_ids = {id(parameter) for parameter in cut_parameters}
     cut_bytes = 0
@@ -109,7 +109,7 @@ def _measure(model: nn.Module, stages: SplittableConv, *, is_known: bool, sum_wi
 
 @final
 class PushPullCosts(CostModel):
-    """Structure, sums of layer 1 there and back, and sums of the gradients that ranks have in common."""
+    """Counts structure, sums for layer 1 there and back, and sums of the gradients that ranks share."""
 
     inspect = staticmethod(inspect)
 
@@ -128,7 +128,7 @@ class PushPullCosts(CostModel):
         column_bytes = counts.graph.all_feature_bytes // group_size
         held_bytes = column_bytes + counts.own_feature_bytes
         _, targets, _ = counts.mini_batches.largest
-        # Sums of layer 1, in float32, that wait for the batches before them.
+        # Sums for layer 1, in float32, that wait for the batches before them.
         late_bytes = (depth - 1) * 4 * targets[0] * counts.shape.layers[0].outputs
         batch_bytes = counts.batch_memory(held=held_bytes, owners=group_size, in_flight=depth)
         return Cost(
@@ -140,7 +140,7 @@ class PushPullCosts(CostModel):
 
 
 def _reads_trained_rows(counts: EpochCounts) -> bool:
-    """Return whether layer 1 reads nodes of a type without features."""
+    """Return whether layer 1 reads nodes that have no features because of their type."""
     widths = counts.shape.feature_widths
     first_layer = counts.mini_batches.survey.first_layer
     if widths is None or first_layer is None:
@@ -149,7 +149,7 @@ def _reads_trained_rows(counts: EpochCounts) -> bool:
 
 
 def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
-    """Return the bytes of all ranks by ledger phase, without empty phases.
+    """Return the bytes that all ranks send, by ledger phase, without empty phases.
 
     For each batch, with ``group_size`` N_f (0 means all W ranks)::
 
@@ -158,12 +158,12 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
         activation_gradients  the same, the other way
         gradients             2 (W - 1) (|theta_D| + flags) s, and for W / N_f > 1 groups the cut weights too
 
-    The bytes do not depend on the depth and the versions of weights.
+    The bytes depend neither on the depth nor on the weights' versions.
 
     Args:
         survey: Counts on the same cut, seeds and fan-outs, with one rank per server.
-        first: Sizes of the model.
-        group_size: Number of parts that together hold all columns: a divisor of the ranks, or 0 for all.
+        first: The model's sizes.
+        group_size: How many parts hold all columns together: a divisor of the ranks, or 0 for all.
         pushed: Whether owners send the structure of their first blocks.
     """
     num_ranks = survey.ranks
@@ -190,7 +190,7 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
 
 
 def _step_bytes(first: FirstLayer, num_ranks: int, group_size: int) -> int:
-    """Return the bytes of all ranks to sum a step's gradients."""
+    """Return the bytes that all ranks send to sum a step's gradients."""
     num_groups = num_ranks // group_size
     # Each part's pieces of the cut parameters are summed over the groups.
     return 2 * (num_ranks - 1) * first.replicated_bytes + 2 * (num_groups - 1) * first.cut_bytes
@@ -199,7 +199,7 @@ def _step_bytes(first: FirstLayer, num_ranks: int, group_size: int) -> int:
 def typed_bytes(
     counts: TypedCounts, first: FirstLayer, *, ranks: int, group_size: int, pushed: bool
 ) -> dict[str, int]:
-    """Return the bytes of all ranks by ledger phase on a graph of several types, without empty phases.
+    """Return the bytes that all ranks send on a graph with several types, by ledger phase.
 
     For each batch, with sums over the T node types t and the edge types r with destination type d(r)::
 
@@ -208,7 +208,7 @@ def typed_bytes(
         activation_gradients  the same, the other way
         gradients             as in :func:`column_bytes`
 
-    Sampling and labels are not included.
+    Sampling and labels are not included. Empty phases are left out.
     """
     group_size = group_size or ranks
     num_values = 0
@@ -219,7 +219,7 @@ def typed_bytes(
     sum_bytes = (group_size - 1) * first.itemsize * num_values
 
     num_ids = sum(counts.sources.values())
-    # The number of sources of each type is sent with a batch, except if there is only one type.
+    # Each type's source count is sent with a batch, except if there is only one type.
     num_types = len(counts.sources)
     if num_types > 1:
         num_ids += counts.batches * num_types
@@ -239,7 +239,7 @@ def typed_bytes(
 
 
 def structure_bytes(survey: Survey) -> int:
-    """Return the bytes of the layer-1 blocks of an epoch if each is sent once."""
+    """Return the bytes that an epoch's layer-1 blocks take if each is sent once."""
     num_batches = survey.steps * survey.ranks
     # A block has an offset for each target and one more, and an id for each edge and each source.
     num_offsets = survey.first_targets + num_batches
@@ -247,16 +247,16 @@ def structure_bytes(survey: Survey) -> int:
 
 
 def _traffic(counts: EpochCounts, first: FirstLayer, group_size: int, *, pushed: bool) -> Traffic:
-    """Return the traffic of an epoch with groups of ``group_size`` ranks.
+    """Return an epoch's traffic in groups of ``group_size`` ranks.
 
-    ``pushed`` tells whether the ranks of a group send each other their blocks (``structure="push"``).
+    ``pushed`` tells whether the ranks in a group send each other their blocks (``structure="push"``).
     """
     cluster = counts.cluster
     work = counts.mini_batches
     phases = column_bytes(work.survey, first, group_size=group_size, pushed=pushed)
     trained_outside, trained_inside = work.survey.trained_rows.traffic(counts.shape.trained_row_bytes)
 
-    # A rank sends equally many bytes to each other rank of its group. Pairs of ranks are ordered.
+    # A rank sends equally many bytes to each other rank in its group. Pairs of ranks are ordered.
     groups = np.array(cluster.server_of_rank).reshape(-1, group_size)
     num_pairs = cluster.ranks * (group_size - 1)
     num_remote_pairs = int((groups[:, :, None] != groups[:, None, :]).sum())
@@ -269,7 +269,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, group_size: int, *, pushed:
 
     remote_bytes = counts.graph.all_feature_bytes * (cluster.servers - 1) // cluster.servers
     is_aligned = group_size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % group_size == 0
-    # The first layer of a custom model may get edge values.
+    # In a custom model, the first layer may get edge values.
     is_known = first.known and not counts.shape.is_guessed
     return build_traffic(
         {**phases, **group_outside, **trained_outside},

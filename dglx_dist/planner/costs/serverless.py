@@ -1,4 +1,4 @@
-"""Bytes and memory of lambda: graph servers and stateless workers (docs/strategies/lambda.md)."""
+"""Bytes and memory for lambda: graph servers and stateless workers (docs/strategies/lambda.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _SHORT_ID_BYTES = 4
 _STATISTICS_BYTES = 2 * 2 * 8
-"""Bytes of loss and correct predictions, which are two float64 for each half of a fused task."""
+"""Bytes for loss and correct predictions: two float64 for each half of a fused task."""
 _HALO_PHASES = ("ghosts", "ghost_gradients")
 _EXCHANGING = FullGraphScheme(0)
 
@@ -43,7 +43,7 @@ _EXCHANGING = FullGraphScheme(0)
 @final
 @dataclass(frozen=True)
 class HaloPairs(Work):
-    """Pairs of a node and another rank that reads the node. Intervals exchange the rows of these pairs."""
+    """Counts pairs of a node and another rank that reads it. Intervals exchange the rows of these pairs."""
 
     def describe(self, num_layers: int) -> str:
         return "pairs of border nodes"
@@ -62,12 +62,12 @@ class HaloPairs(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class HaloCounts:
-    """Counts of :class:`HaloPairs`."""
+    """Counts from :class:`HaloPairs`."""
 
     outside: int
     inside: int
     is_complete: bool = True
-    """Whether the counts cover all nodes of the graph, not only nodes that training needs."""
+    """Whether the counts cover all nodes in the graph, not only nodes that training needs."""
 
 
 _EDGES_AT_ONCE = 1 << 18
@@ -76,7 +76,7 @@ _EDGES_AT_ONCE = 1 << 18
 def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> HaloCounts:
     """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank.
 
-    ``bounds`` has the (S + 1,) first node of each server.
+    ``bounds`` has the (S + 1,) first node on each server.
     """
     starts = RowOwners(bounds, topology).starts
     outside = 0
@@ -86,7 +86,7 @@ def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Top
         end_node = int(starts[rank + 1])
         server = topology.server_of_rank[rank]
 
-        # The edges of a rank may not fit in memory, so they are read in pieces.
+        # A rank's edges may not fit in memory, so they are read in pieces.
         is_read = np.zeros(int(bounds[-1]), np.bool_)
         sources_of_edges = indices[int(indptr[first_node]) : int(indptr[end_node])]
         for start in range(0, len(sources_of_edges), _EDGES_AT_ONCE):
@@ -111,18 +111,19 @@ class PartSizes:
     pairs: int
     """Pairs of a node and another graph server that reads it."""
     intervals: int
-    """Number of intervals of all graph servers."""
+    """Intervals on all graph servers."""
     remote_intervals: int = 0
-    """Number of intervals of graph servers other than the parameter server's."""
+    """Intervals on graph servers other than the parameter server's."""
 
 
 def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
     """Return an epoch's bytes by ledger phase, over all ranks, with one parameter server.
 
-    For each task of a worker, on n rows of nodes or edges, with s bytes per number and K intervals::
+    For each task that a worker computes, on n rows (nodes or edges), with s bytes per number and K
+    intervals::
 
-        lambda_down       n s (columns of inputs, and of gradients of outputs)
-        lambda_up         n s (columns of outputs, or of gradients of inputs)
+        lambda_down       n s (columns in inputs, and in gradients of outputs)
+        lambda_up         n s (columns in outputs, or in gradients of inputs)
         fused last task   n 4 down for classes, 32 K up for loss and count
         weights           K |W| s down, and once up for a backward task
 
@@ -137,7 +138,7 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
     for task in epoch_schedule(program):
         step = program.steps[task.step]
         if isinstance(step, Scatter) and task.kind in (TaskKind.SCATTER, TaskKind.SEND_BACK):
-            # Only rows of trained slots have gradients that are sent back.
+            # Only rows in trained slots have gradients that are sent back.
             names = list(step.slots)
             phase = "ghosts"
             if task.kind is TaskKind.SEND_BACK:
@@ -166,7 +167,7 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
 
 
 def _count_item_bytes(items: Sequence[Item], num_rows: int, num_intervals: int) -> int:
-    """Return the bytes of ``items`` of a task that all intervals send, which have ``num_rows`` together."""
+    """Return the bytes of a task's ``items`` that all intervals send. They have ``num_rows`` together."""
     from dglx_dist.strategies.serverless.tasks import Role
 
     num_bytes = 0
@@ -183,7 +184,7 @@ def _count_item_bytes(items: Sequence[Item], num_rows: int, num_intervals: int) 
 
 
 def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic:
-    """Return the traffic of an epoch with the default number of intervals."""
+    """Return an epoch's traffic with the default number of intervals."""
     from dglx_dist.strategies.serverless.parameter_service import count_parameter_bytes
 
     cluster = counts.cluster
@@ -210,20 +211,20 @@ def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic
         outside[name] = num_bytes - inside.get(name, 0)
     startup_bytes = halo.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
 
-    # Degrees and data of edges that are read before the first epoch are not counted.
+    # Degrees and edge data that are read before the first epoch are not counted.
     is_exact = halo.is_complete and not counts.shape.is_guessed
     return build_traffic(outside, inside, (0, 0), startup_bytes=startup_bytes, is_exact=is_exact)
 
 
 @final
 class LambdaCosts(CostModel):
-    """Border rows between graph servers, and rows and weights to and from workers on the same servers."""
+    """Counts border rows between graph servers, and rows and weights to and from workers beside them."""
 
     @staticmethod
     def inspect(model: nn.Module, features: int | TypedFeatures) -> Program:
         if isinstance(features, TypedFeatures):
             raise ConfigError("lambda does not train models of several node or edge types")
-        # Other strategies do not need the capture of models.
+        # Other strategies need not capture models.
         from torch.nn.functional import cross_entropy
 
         from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
