@@ -75,7 +75,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     ``part_config`` is DGL's JSON file or a folder with our dataset. None: DGL_CONF_PATH. There is a warning
     if it holds a graph with another name, and a ConfigError if there is no partition.
 
-    A graph in one part keeps the source's edge ids. DGL does not number them anew either.
+    With one part, edges keep the ids that they had before partitioning. DGL does not number them anew either.
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:

@@ -166,7 +166,7 @@ def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
 
 
 def _read_widths(module: Any) -> LayerWidths:
-    """Return a convolution's widths. It has stages, or is a GATv2 or SAGE-pool, which have none.
+    """Return a convolution's widths. The convolution has stages, or is GATv2 or SAGE-pool, which have none.
 
     Raises:
         ConfigError: If ``module`` is anything else.

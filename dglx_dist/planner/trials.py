@@ -61,7 +61,7 @@ _MIN_TRIED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTrial:
-    """Training on edges that the trials time."""
+    """Training on edges. The trials time its steps."""
 
     targets: Sequence[EdgeType]
     task: LinkPrediction
@@ -75,7 +75,7 @@ class LinkTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """Training run that the trials time."""
+    """A training run. The trials time its steps."""
 
     g: DistGraph
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Multilevel methods: METIS (by pymetis or DGL) for several balance weights, and KaMinPar for one."""
+"""Multilevel methods: METIS (by pymetis or DGL) for any number of balance weights, and KaMinPar for one."""
 
 import contextlib
 import ctypes
@@ -233,7 +233,7 @@ class _Multilevel(Partitioner):
 class Metis(_Multilevel):
     """Multilevel k-way partitioning on the symmetrised graph (DistDGL).
 
-    This method supports several constraints, a tolerance for each, target weights, the objective and
+    This method supports any number of constraints, a tolerance for each, target weights, the objective and
     ``fast``. With ``fast`` it uses DGL's METIS build like DistDGL, with one initial partition and one
     refinement pass. If DGL's build does not support the options, it uses one refinement pass instead of ten.
 

@@ -222,7 +222,7 @@ class _Streaming(Partitioner):
 class Fennel(_Streaming):
     """Assigns each node to the part with the most assigned neighbours minus the marginal size penalty.
 
-    It supports several constraints, their tolerance, target weights and ``passes``. Parts above their
+    It supports any number of constraints, their tolerance, target weights and ``passes``. Parts above their
     tolerance are rebalanced afterwards. Remaining excess is in ``parameters["missed"]``.
     """
 
@@ -231,7 +231,7 @@ class Fennel(_Streaming):
 class Ldg(_Streaming):
     """Linear deterministic greedy. It maximises assigned neighbours x the part's free share.
 
-    It supports several constraints, their tolerance, target weights and ``passes``. Parts above their
+    It supports any number of constraints, their tolerance, target weights and ``passes``. Parts above their
     tolerance are rebalanced afterwards. Remaining excess is in ``parameters["missed"]``.
     """
 
