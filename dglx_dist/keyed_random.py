@@ -17,8 +17,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _LOW_32 = np.uint64(0xFFFFFFFF)
-_LARGEST = np.uint64(0xFFFFFFFFFFFFFFFF)
-_TO_UNIT = 2.0**-53
+_MAX_WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
+_UNIT_SCALE = 2.0**-53
 
 
 @njit(cache=True, nogil=True)
@@ -107,7 +107,7 @@ def draw_unit(key: np.uint64, number: int) -> float:
     """Return the key's ``number``-th draw, uniform in the open interval (0, 1)."""
     # A float64 has 53 bits. The half keeps the draw above 0.
     upper_bits = full_word(key, number) >> np.uint64(11)
-    return (np.float64(upper_bits) + 0.5) * _TO_UNIT
+    return (np.float64(upper_bits) + 0.5) * _UNIT_SCALE
 
 
 @njit(cache=True, nogil=True)
@@ -495,7 +495,7 @@ def draw_by_source(
         degree = end - start - (last_excluded - excluded)
         keep_all = fanout < 0 or fanout >= degree
         # The limit is a share of 2**64. Its rounding error is below degree / 2**64.
-        limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
+        limit = _MAX_WORD if keep_all else _MAX_WORD // np.uint64(degree) * np.uint64(fanout)
 
         # A separate loop uses vector instructions. The keys lie where the edges will be, so an edge
         # overwrites its source's key or an earlier key.

@@ -59,8 +59,8 @@ def root(
 
 
 # --patience, the former name of --early-stop, still works.
-_RENAMED = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
+_FLAG_NAMES = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
 for command in (partition, ingest, inspect, plan, train, predict, report):
-    app.command(no_args_is_help=True, context_settings=_RENAMED if command is train else None)(command)
+    app.command(no_args_is_help=True, context_settings=_FLAG_NAMES if command is train else None)(command)
 app.command()(doctor)
 app.add_typer(lambda_app)

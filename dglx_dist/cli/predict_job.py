@@ -56,7 +56,7 @@ _TRAINABLE_ROWS = (
     "{} have trainable rows, which are only in checkpoints. Predict all nodes with `dglx train --predictions "
     "DIR`."
 )
-_MAX_SINGLE_NODES = 20_000
+_MAX_NODES_ONE_BY_ONE = 20_000
 """Maximum number of nodes to compute by their neighbourhoods. For more, all nodes are computed."""
 
 
@@ -217,7 +217,7 @@ def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, width: int, config:
 def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: str, ids: Tensor) -> Tensor:
     """Compute the (n, C) scores for the nodes ``ids``."""
     edge_columns = list_edge_columns(plan)
-    if g.is_homogeneous and len(ids) <= _MAX_SINGLE_NODES:
+    if g.is_homogeneous and len(ids) <= _MAX_NODES_ONE_BY_ONE:
         scores: Tensor = Predictor(module, g, edge_feats=edge_columns)(ids)
         return scores.cpu()
     results = layerwise_inference(module, g, ntypes=[ntype], edge_feats=edge_columns)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dglx_dist.report.run_folder import Run
 
 PICTURE = "partition.png"
-_ELSEWHERE = "; choose a file with --picture FILE"
+_PICTURE_REMEDY = "; choose a file with --picture FILE"
 HOPS = 4
 """Default for ``--hops``."""
 
@@ -90,7 +90,7 @@ def inspect(config: InspectCommand) -> None:
         _show_closure(dataset, target, config)
     columns["MB on disk"] = [size / 1e6 for size in sizes]
     title = f"{manifest.name}: {cut}"
-    draw_or_warn(lambda: draw_parts(columns, target, title=title), target, _ELSEWHERE)
+    draw_or_warn(lambda: draw_parts(columns, target, title=title), target, _PICTURE_REMEDY)
 
 
 def summarize_dataset(manifest: Manifest) -> dict[str, object]:
@@ -173,7 +173,7 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
 
     target = picture.with_name(f"{picture.stem}-closure.png")
     title = f"{manifest.name}, {len(factors[0])} servers"
-    draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
+    draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _PICTURE_REMEDY)
 
 
 def _show_border(dataset: StoredDataset, servers: int) -> None:

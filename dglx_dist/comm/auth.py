@@ -36,7 +36,7 @@ _DOMAIN = b"dglx"
 _NONCE_BYTES = 16
 _STOP, _EVENTS = "inproc://zap-stop", "inproc://zap-events"
 _WATCH_INTERVAL_MS = 1000
-_FEW = 0.25
+_FEW_SHARE = 0.25
 """Share of free file descriptors below which a rank logs an error."""
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class DescriptorWatch:
             return  # There is no /proc, or no free descriptor to read it.
 
         was_few = self._is_few
-        self._is_few = limit - len(descriptors) < _FEW * limit
+        self._is_few = limit - len(descriptors) < _FEW_SHARE * limit
         if self._is_few and not was_few:
             _log_use(descriptors, limit)
 

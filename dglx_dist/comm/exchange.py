@@ -27,7 +27,7 @@ from dglx_dist.comm.codec import RowCodec
 from dglx_dist.comm.collectives import barrier, gather_json, report_failed_peers
 from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
-from dglx_dist.comm.session import CALL_ALIKE, Session, SessionField
+from dglx_dist.comm.session import CALL_ALIKE_REMEDY, Session, SessionField
 from dglx_dist.comm.trace import NETWORK
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
@@ -280,7 +280,7 @@ DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
 """Exchange for tensors on accelerators, opened collectively. None means that they go through host memory."""
 
 
-_ADVICE = f"run the same layers on all ranks; {CALL_ALIKE}"
+_ADVICE = f"run the same layers on all ranks; {CALL_ALIKE_REMEDY}"
 _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
 """Arrival time, name and bytes of each message in one exchange."""
 
@@ -491,7 +491,7 @@ def _make_order_error(rank: int, sent: str, expected: str) -> PeerError:
     return PeerError(
         f"rank {rank} sends {sent}, but this rank expects {expected}. The ranks did not run the same layers "
         "in the same order, on rows of the same width and dtype. Let no branch of the model depend on the "
-        f"rank's data, and {CALL_ALIKE}."
+        f"rank's data, and {CALL_ALIKE_REMEDY}."
     )
 
 

@@ -244,7 +244,7 @@ def _unknown_operation(op: str, handlers: Mapping[str, Handler]) -> str:
 
 
 _POLL_MS = 100
-_WATCHED = (
+_WATCHED_OPERATIONS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -418,7 +418,7 @@ class Link:
         # Choose a unique name. pyzmq's default contains the file descriptor, which a new socket may get
         # before the old socket's monitor has ended.
         monitor_name = f"inproc://link-{uuid.uuid4().hex}"
-        self._monitor = socket.get_monitor_socket(_WATCHED, monitor_name)
+        self._monitor = socket.get_monitor_socket(_WATCHED_OPERATIONS, monitor_name)
         socket.connect(peer.endpoint)
 
         nonce = secrets.token_hex(16)

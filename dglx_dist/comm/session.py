@@ -137,14 +137,14 @@ def _show_value(value: object, counterpart: object) -> str:
 
 log = logging.getLogger(__name__)
 
-CALL_ALIKE = (
+CALL_ALIKE_REMEDY = (
     "call the model, model.state_dict(), model.whole() and dx.save on every rank, also in evaluation (move "
     "such calls out of `if rank == 0`)"
 )
 """Remedy if ranks that are alive wait for each other."""
-_END_ALIKE = (
+_END_ALIKE_REMEDY = (
     "end the training loop after the same step on every rank, so give early stopping a number that is equal "
-    f"on all ranks (dx.reduce_mean); {CALL_ALIKE}"
+    f"on all ranks (dx.reduce_mean); {CALL_ALIKE_REMEDY}"
 )
 """Remedy if a rank waits for another rank that has reached its end."""
 ALL_GATHER = "all-gather"
@@ -224,7 +224,7 @@ class FailureWatch:
             state = f"waits at {status!r}" if status else "computes"
             reasons.append(f"{self._describe_rank(rank)} is not in it, but {state}")
         if reasons:
-            reasons.append(_END_ALIKE if _END in statuses.values() else CALL_ALIKE)
+            reasons.append(_END_ALIKE_REMEDY if _END in statuses.values() else CALL_ALIKE_REMEDY)
         return reasons
 
     def _describe_rank(self, rank: int) -> str:
@@ -329,7 +329,7 @@ def _remove_abandoned(base: Path) -> None:
 # This is the package's only module-level state, because user code calls dx.init() once and then names no
 # session. The package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
-_LATER: list[Callable[[], Session]] = []
+_REQUESTED: list[Callable[[], Session]] = []
 """Function that starts a requested session that could not start yet."""
 V = TypeVar("V")
 
@@ -625,7 +625,7 @@ class Session:
             self._num_apart = 0
             return
         self._num_apart += 1
-        remedy = _END_ALIKE if _END in (what, statuses[peer]) else CALL_ALIKE
+        remedy = _END_ALIKE_REMEDY if _END in (what, statuses[peer]) else CALL_ALIKE_REMEDY
         message = (
             f"rank {peer} on {self.hosts[peer]} waits at {statuses[peer]!r}, but rank "
             f"{self.topology.rank} waits at {what!r}; {remedy}"
@@ -668,7 +668,7 @@ def start_session(
         PeerError: If ranks are missing after the time limit. The message lists them.
     """
     show_briefly()
-    if _CURRENT or _LATER:
+    if _CURRENT or _REQUESTED:
         origin = "" if _CURRENT else " (dgl.distributed.initialize() requested it)"
         raise ConfigError(f"a session is already open{origin}. Close it by dglx_dist.shutdown(), or use it.")
 
@@ -699,8 +699,8 @@ def start_session(
 
 def current_session() -> Session:
     """Return this process's open session. A deferred session starts now, which is collective."""
-    if not _CURRENT and _LATER:
-        _LATER.pop()()
+    if not _CURRENT and _REQUESTED:
+        _REQUESTED.pop()()
     if not _CURRENT:
         raise ConfigError("no session is open. Call dglx_dist.init() or dgl.distributed.initialize() first.")
     _check_group(_CURRENT[-1].topology.world_size)
@@ -721,11 +721,11 @@ def _check_group(world_size: int) -> None:
 
 def start_later(start: Callable[[], Session] | None) -> None:
     """Defer ``start`` to the first :func:`current_session` call. None cancels it."""
-    _LATER[:] = [] if start is None else [start]
+    _REQUESTED[:] = [] if start is None else [start]
 
 
 def get_session_or_start(start: Callable[[], Session]) -> Session:
-    return current_session() if _CURRENT or _LATER else start()
+    return current_session() if _CURRENT or _REQUESTED else start()
 
 
 _LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "collections"}

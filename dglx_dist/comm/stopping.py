@@ -149,8 +149,8 @@ class SignalPipe:
         num_handled: Counter[int] = Counter()
         while data := os.read(self._read, 64):
             for byte in data:
-                number = byte & ~_BY_HANDLER
-                if byte & _BY_HANDLER:
+                number = byte & ~_HANDLER_FLAG
+                if byte & _HANDLER_FLAG:
                     num_handled[number] += 1
                     if num_handled[number] <= num_seen[number]:
                         continue
@@ -169,10 +169,10 @@ class SignalPipe:
         # This replaces the default action, which would end the process without a message. The interpreter has
         # already written to the pipe, unless the wake-up descriptor has another owner.
         with contextlib.suppress(BlockingIOError):
-            os.write(self._write, bytes([number | _BY_HANDLER]))
+            os.write(self._write, bytes([number | _HANDLER_FLAG]))
 
 
-_BY_HANDLER = 0x80
+_HANDLER_FLAG = 0x80
 
 
 def end_process(number: int) -> None:
@@ -185,7 +185,7 @@ _HOLD = "stop.hold"
 _STOP = "stop.at"
 _ANSWER_TIMEOUT_S = 10.0
 """Seconds for answers from serving threads on a busy machine. A dead process is noticed at once."""
-_NOWHERE = -1
+_NO_POINT = -1
 """Stands for a point if there is none, because a rank is not in training."""
 
 
@@ -210,7 +210,7 @@ class StopPoint:
         """Number of points that training has passed."""
         self._holds = False
         """Whether training waits at its next point until rank 0 names the point to stop at."""
-        self._stop_at = _NOWHERE
+        self._stop_at = _NO_POINT
         self._num_decisions = 0
         """Number of times that rank 0 has named a point, or none."""
         self._changed = threading.Condition()
@@ -227,7 +227,7 @@ class StopPoint:
             self.is_open = True
             self.is_over = False
             self._holds = False
-            self._stop_at = _NOWHERE
+            self._stop_at = _NO_POINT
             # After a failure, ranks may have taken different numbers of steps.
             self._num_passed = 0
 
@@ -250,26 +250,26 @@ class StopPoint:
 
         The result is False if a rank is dead or not in training.
         """
-        if self._stop_at != _NOWHERE:
+        if self._stop_at != _NO_POINT:
             peers = [rank for rank in self._ranks if rank != self._rpc.rank]
             return not self._rpc.find_silent(peers, _ANSWER_TIMEOUT_S)
 
         num_decisions = self._num_decisions
-        if not self.is_open or self._call([0], _ASK, _NOWHERE) is None:
+        if not self.is_open or self._call([0], _ASK, _NO_POINT) is None:
             return False
 
         # Rank 0 may answer another rank's request before it gets this rank's request.
         def has_decision() -> bool:
-            return self._stop_at != _NOWHERE or self._num_decisions > num_decisions
+            return self._stop_at != _NO_POINT or self._num_decisions > num_decisions
 
         with self._changed:
             self._changed.wait_for(has_decision, 3 * _ANSWER_TIMEOUT_S)
-            return self._stop_at != _NOWHERE
+            return self._stop_at != _NO_POINT
 
     def _stops(self, *, last: bool = False) -> bool:
         """Wait for rank 0's decision. Return whether training stops here, or at its ``last`` point."""
         with self._changed:
-            while self._holds and self._stop_at == _NOWHERE:
+            while self._holds and self._stop_at == _NO_POINT:
                 is_answered = self._changed.wait(_ANSWER_TIMEOUT_S)
                 # Rank 0 answers in time, unless it has died.
                 if not is_answered and self._rpc.find_silent([0], _ANSWER_TIMEOUT_S):
@@ -279,16 +279,16 @@ class StopPoint:
             return self.is_over
 
     def _on_ask(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
-        if self._stop_at == _NOWHERE and self._coordinates.acquire(blocking=False):
+        if self._stop_at == _NO_POINT and self._coordinates.acquire(blocking=False):
             threading.Thread(target=self._coordinate, name="dglx-stop", daemon=True).start()
         return [np.array([0])]
 
     def _coordinate(self) -> None:
         """Pause all ranks, and tell them after how many steps they can all stop."""
         try:
-            counts = self._call(self._ranks, _HOLD, _NOWHERE)
-            stop_at = _NOWHERE
-            if counts is not None and _NOWHERE not in counts:
+            counts = self._call(self._ranks, _HOLD, _NO_POINT)
+            stop_at = _NO_POINT
+            if counts is not None and _NO_POINT not in counts:
                 stop_at = max(counts) + 1
             self._call(self._ranks, _STOP, stop_at)
         finally:
@@ -298,13 +298,13 @@ class StopPoint:
         with self._changed:
             # Set the flag before reading the count. See `should_stop`.
             self._holds = self.is_open
-            count = self._num_passed if self.is_open else _NOWHERE
+            count = self._num_passed if self.is_open else _NO_POINT
             return [np.array([count])]
 
     def _on_stop(self, _name: str, arrays: Sequence[Array]) -> list[Array]:
         with self._changed:
             self._stop_at = int(arrays[0][0])
-            self._holds = self._stop_at != _NOWHERE
+            self._holds = self._stop_at != _NO_POINT
             self._num_decisions += 1
             self._changed.notify_all()
         return [np.array([0])]

@@ -228,13 +228,13 @@ class _LocalRows(Mapping[str, Tensor]):
         return len(self._client.data_name_list())
 
 
-_USERS: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambda _: {})
+_USERS_BY_TENSOR: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambda _: {})
 
 
 def get_users(store: KVStore) -> dict[str, WeakSet[object]]:
     """Return the objects on this rank that refer to each tensor that may be freed, by key."""
     # Users are kept by the store's label, because two graphs may have tensors with the same name.
-    return _USERS.get(store.session).setdefault(store.label, {})
+    return _USERS_BY_TENSOR.get(store.session).setdefault(store.label, {})
 
 
 def add_user(tensor: InnerDistTensor, user: object) -> None:

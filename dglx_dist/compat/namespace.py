@@ -195,7 +195,7 @@ def build_replacements() -> dict[str, Any]:
     return {**SUPPORTED, **CONSTANTS, **refused}
 
 
-_NO_PROCESSES = (
+_NO_SERVERS_MESSAGE = (
     "there are no server and no sampler processes; see their replacements in docs/reference/compat.md"
 )
 _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "graph_services")
@@ -229,9 +229,9 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 }
 """Submodule to name to replacement, for names that the package lacks."""
 
-_KEPT = ("merge_graphs",)
+_KEPT_NAMES = ("merge_graphs",)
 """Functions in the process modules that only compute."""
-_REMOVED = ("init_kvstore", "close_kvstore")
+_REMOVED_KVSTORE_NAMES = ("init_kvstore", "close_kvstore")
 """Functions in ``kvstore`` about processes."""
 
 
@@ -244,17 +244,17 @@ def _find_replacements(submodule: ModuleType) -> dict[str, Any]:
         is_defined_here = inspect.isfunction(value) and value.__module__ == submodule.__name__
         if not is_defined_here or name.startswith("_"):
             continue
-        is_removed = module_name in _PROCESS_MODULES and name not in _KEPT
+        is_removed = module_name in _PROCESS_MODULES and name not in _KEPT_NAMES
         if module_name == "kvstore":
-            is_removed = name in _REMOVED
+            is_removed = name in _REMOVED_KVSTORE_NAMES
         if is_removed:
-            replacements[name] = make_refusal(f"{module_name}.{name}", _NO_PROCESSES)
+            replacements[name] = make_refusal(f"{module_name}.{name}", _NO_SERVERS_MESSAGE)
 
     return replacements | dict(SUPPORTED_SUBMODULES.get(module_name, {}))
 
 
 NAME = "dgl.distributed"
-_MARK = "__dglx_dist__"
+_MARK_ATTRIBUTE = "__dglx_dist__"
 
 
 @final
@@ -273,7 +273,7 @@ def install() -> Installed:
     """
     installed = Installed()
     loaded = sys.modules.get(NAME)
-    if loaded is not None and _MARK in vars(loaded):
+    if loaded is not None and _MARK_ATTRIBUTE in vars(loaded):
         return installed
 
     if loaded is None:
@@ -313,12 +313,12 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
         for name, value in changes.items():
             _set(module, name, value, undo)
 
-    _set(package, _MARK, True, undo)
+    _set(package, _MARK_ATTRIBUTE, True, undo)
 
 
 def _register_modules(undo: ExitStack) -> None:
     """Put modules with our names into the place of DGL's package, which is not loaded."""
-    names = build_replacements() | {_MARK: True}
+    names = build_replacements() | {_MARK_ATTRIBUTE: True}
     package = _module(NAME, "dgl.distributed of dglx_dist.", names)
     # A path makes it a package, so that the ImportError names a missing submodule.
     package.__path__ = []
@@ -370,6 +370,6 @@ class ScriptModel(WrappedModel):
         return self.inner.exchange_seconds(reset=reset)
 
 
-_FORWARDED = "parts whole join_state cut_state clip_grad_norm_ no_sync state_dict load_state_dict"
-for _name in _FORWARDED.split():
+_FORWARDED_NAMES = "parts whole join_state cut_state clip_grad_norm_ no_sync state_dict load_state_dict"
+for _name in _FORWARDED_NAMES.split():
     setattr(ScriptModel, _name, InnerAttribute(WrappedModel, _name))

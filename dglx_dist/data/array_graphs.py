@@ -43,11 +43,11 @@ from dglx_dist.records import (
 
 _LOG = logging.getLogger(__name__)
 
-_SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
+_SPARSE_KEYS = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
 _STRUCTURE = {
     *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
     *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
-    *_SPARSE,
+    *_SPARSE_KEYS,
 }
 _REQUIRED_LENGTH = {FEATURE, LABEL, *OTHER_NAMES, *SPLITS}
 """Columns that training uses. A wrong length is an error."""
@@ -214,7 +214,7 @@ def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
     """Return whether an array is converted: ids in other dtypes, integer features, and compressed rows."""
     if name in ("src", "dst", "head", "tail"):
         return dtype not in (np.int32, np.int64)
-    return name in _SPARSE or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
+    return name in _SPARSE_KEYS or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
 
 
 def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
@@ -354,7 +354,7 @@ def _read_columns(
     reason = f"a row neither for each of the {num_nodes} nodes nor for each of the {num_edges} edges"
     warn_ignored(where, ignored, reason)
 
-    if any(name in arrays for name in _SPARSE):
+    if any(name in arrays for name in _SPARSE_KEYS):
         node_arrays[FEATURE] = _read_sparse_features(arrays, where)
     columns = standard_columns(node_arrays, where)
     val_mask = columns.get("val_mask")
@@ -364,7 +364,7 @@ def _read_columns(
 
 
 def _read_sparse_features(arrays: Mapping[str, Array], where: str) -> SparseRows:
-    _require(arrays, _SPARSE, where)
+    _require(arrays, _SPARSE_KEYS, where)
     values = arrays["feat_data"]
     if values.dtype.kind != "f":  # Counts and flags may be stored as small integers.
         values = values.astype(np.float32)

@@ -656,7 +656,7 @@ _SOURCE_STAGES = (
     *("ids-", "reverse edges", "self-loops", "synthetic"),
 )
 """Prefixes of stages that copy the source, or are quickly made from it."""
-_IN_MEMORY = Path("/dev/shm")  # A workspace there is refused.
+_MEMORY_FOLDER = Path("/dev/shm")  # A workspace there is refused.
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
@@ -674,7 +674,7 @@ def open_workspace(
     """
     folder = folder.absolute()
     ranks = ranks or Ranks()
-    if folder.resolve().is_relative_to(_IN_MEMORY):
+    if folder.resolve().is_relative_to(_MEMORY_FOLDER):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
     for rank, rank_settings in enumerate(ranks.gather_objects(dict(settings))):
         for name, value in settings.items():

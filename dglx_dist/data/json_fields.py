@@ -34,7 +34,7 @@ Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Js
 T = TypeVar("T")
 Reader: TypeAlias = Callable[[str], object]
 _MISSING = object()
-_LARGEST = sys.float_info.max
+_MAX_FLOAT = sys.float_info.max
 
 
 class Within(NamedTuple):
@@ -157,12 +157,12 @@ class Fields:
             raise self.field_error(name, f"a whole number{_format_range(low, high, 'from')}")
         return value
 
-    def number(self, name: str, low: float = -_LARGEST, high: float = _LARGEST) -> float:
+    def number(self, name: str, low: float = -_MAX_FLOAT, high: float = _MAX_FLOAT) -> float:
         """Return a number in [``low``, ``high``], both finite."""
         value = self._get(name)
         # Bounds are checked before float(), because huge integers do not fit a float. NaN fails every bound.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            bounds = _format_range(low, high, "from") if high < _LARGEST else ""
+            bounds = _format_range(low, high, "from") if high < _MAX_FLOAT else ""
             raise self.field_error(name, f"a number{bounds}")
         return float(value)
 

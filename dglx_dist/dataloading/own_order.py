@@ -22,7 +22,7 @@ _INDEXING = (
     *(torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select),
     *(torch.Tensor.take, torch.take, torch.nn.functional.embedding),
 )
-_UNLIKELY = math.log(1e-6)
+_MAX_LOG_CHANCE = math.log(1e-6)
 
 
 class UserColumns:
@@ -97,7 +97,7 @@ def _is_mask_of(mask: Tensor, ids: Any) -> bool:
         return False
     # Logarithm of the probability that randomly ordered ids are all in the mask.
     log_probability = len(ids) * math.log(share)
-    return log_probability <= _UNLIKELY and bool(mask[ids].all())
+    return log_probability <= _MAX_LOG_CHANCE and bool(mask[ids].all())
 
 
 class _BatchIds(Tensor):

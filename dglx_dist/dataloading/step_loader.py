@@ -467,7 +467,7 @@ STEPS_BETWEEN_CHECKS = 32
 """Minimum number of steps until the ranks compare their replicated weights again."""
 EARLY_CHECKS = (2, 4, 8, 16)
 """Optimizer steps that also compare the weights, so that short loops are checked."""
-_STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_NUM_STEPS_TAKEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class StepCheck:
@@ -480,8 +480,8 @@ class StepCheck:
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         refuse_unwrapped(optimizer)
-        step_number = _STEPS_TAKEN.get(optimizer, 0) + 1
-        _STEPS_TAKEN[optimizer] = step_number
+        step_number = _NUM_STEPS_TAKEN.get(optimizer, 0) + 1
+        _NUM_STEPS_TAKEN[optimizer] = step_number
 
         # In an iteration that compares weights, each optimizer's first step does it.
         is_first = self._compares_weights and not any(optimizer is other for other in self._compared)

@@ -181,7 +181,7 @@ def spread_rows(
 
 
 _PAGE_BYTES = mmap.PAGESIZE
-_WILL_NEED = int(mmap.MADV_WILLNEED)
+_MADVISE_WILL_NEED = int(mmap.MADV_WILLNEED)
 _madvise = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp, types.intc))
 
 
@@ -222,10 +222,10 @@ def _request(start: int, row_bytes: int, rows: Array) -> None:
     begin, end = rows[0] * row_bytes, (rows[0] + 1) * row_bytes
     for row in rows[1:]:
         if (start + row * row_bytes) // _PAGE_BYTES > (start + end - 1) // _PAGE_BYTES + 1:
-            _advise(start, begin, end, _WILL_NEED)
+            _advise(start, begin, end, _MADVISE_WILL_NEED)
             begin = row * row_bytes
         end = (row + 1) * row_bytes
-    _advise(start, begin, end, _WILL_NEED)
+    _advise(start, begin, end, _MADVISE_WILL_NEED)
 
 
 @njit(cache=True, nogil=True)

@@ -78,7 +78,7 @@ def _make_degrees(name: str, operations: GraphOperations) -> Callable[..., Any]:
     return degrees
 
 
-_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_READING_FUNCTIONS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
 
 class InterceptedDropout(TorchFunctionMode):
@@ -95,7 +95,7 @@ class InterceptedDropout(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
-        if function in _READS:
+        if function in _READING_FUNCTIONS:
             self._read(args[0])
         if function is not torch.nn.functional.dropout:
             return function(*args, **keywords)

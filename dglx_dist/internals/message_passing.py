@@ -551,7 +551,7 @@ def _make_dispatcher(name: str) -> SimpleNamespace:
     return SimpleNamespace(apply=apply)
 
 
-_INSTALLING = threading.Lock()
+_INSTALL_LOCK = threading.Lock()
 
 
 def install() -> None:
@@ -559,7 +559,7 @@ def install() -> None:
 
     :func:`place` calls this. It is idempotent and thread-safe.
     """
-    with _INSTALLING:
+    with _INSTALL_LOCK:
         _install_once()
 
 

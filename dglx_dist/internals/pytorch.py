@@ -77,7 +77,7 @@ def watch_steps(
     handles = [register_optimizer_step_pre_hook(lambda optimizer, *_: call(before, optimizer))]
     if after is not None:
         handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: call(after, optimizer)))
-    at_end = weakref.finalize(owner, _WITHOUT_OWNER.extend, handles)
+    at_end = weakref.finalize(owner, _OWNERLESS_HOOKS.extend, handles)
 
     def end() -> None:
         at_end.detach()
@@ -89,11 +89,11 @@ def watch_steps(
 
 def remove_hooks_without_owner() -> None:
     """Remove the :func:`watch_steps` hooks that have no owner. Not to be called within an optimizer step."""
-    while _WITHOUT_OWNER:
-        _WITHOUT_OWNER.pop().remove()
+    while _OWNERLESS_HOOKS:
+        _OWNERLESS_HOOKS.pop().remove()
 
 
-_WITHOUT_OWNER: list[RemovableHandle] = []
+_OWNERLESS_HOOKS: list[RemovableHandle] = []
 """Hooks without an owner. They are removed later, because torch may iterate over its hooks when an owner is
 freed."""
 

@@ -46,12 +46,12 @@ from dglx_dist.training import checkpoint
 from dglx_dist.training.relational import EntityInputs, RelationalModel
 from dglx_dist.training.resume import TRAINED_WITH
 
-_DEEP = 4
+_MIN_DEEP_LAYERS = 4
 """Models with at least this many layers only consider mini-batches with explicit fan-outs."""
 _CHECKED_SEEDS = 64
 _NO_BATCHES = (
-    f"models of {_DEEP} or more layers use mini-batches only with explicit fan-outs, so only training on "
-    "whole graphs is compared (--fanout, --unit)"
+    f"models of {_MIN_DEEP_LAYERS} or more layers use mini-batches only with explicit fan-outs, so only "
+    "training on whole graphs is compared (--fanout, --unit)"
 )
 
 _NOT_COUNTED = (
@@ -143,7 +143,7 @@ def check_session_options(session: Session) -> None:
 
 def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
     """Return whether mini-batches are left out, because default fan-outs make them large in deep models."""
-    return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
+    return unit != "full_graph" and fanouts is None and num_layers >= _MIN_DEEP_LAYERS
 
 
 def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 
-NEAR = 1.03
+TIE_FACTOR = 1.03
 """Candidates within this factor of the fastest are tied with it. The earlier, simpler one wins."""
 
 
@@ -198,7 +198,7 @@ def _pick(undecided: Sequence[Prediction], constraints: ChoiceOptions) -> Predic
     fastest = min(undecided, key=constraints.comparable_seconds, default=None)
     if fastest is None:
         return None
-    limit = NEAR * constraints.comparable_seconds(fastest)
+    limit = TIE_FACTOR * constraints.comparable_seconds(fastest)
     return next(p for p in undecided if constraints.comparable_seconds(p) <= limit)
 
 
@@ -216,7 +216,7 @@ def _explain(
     if fastest is not picked:
         reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, picked, constraints):.2f} x as long, "
-            f"but among candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
+            f"but among candidates within {100 * (TIE_FACTOR - 1):.0f} % of the fastest the simplest is taken"
         )
 
     # Two candidates from other strategies show how much slower the alternatives are.

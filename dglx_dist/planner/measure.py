@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 PROGRAM_BYTES = 690 * 10**6
 """Memory that a rank takes after it imported all modules and evaluated once (torch 2.13, Linux)."""
-_WITHOUT_COSTS = "it has no cost model, so only a running job with strategy auto can measure it"
+_NO_COST_MODEL = "it has no cost model, so only a running job with strategy auto can measure it"
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
 _FIRST_BYTES = 32 * 1024
@@ -238,7 +238,7 @@ def predict_and_time(
             timed.append(prediction)
             continue
         if not has_costs(prediction.candidate):
-            timed.append(replace(prediction, why_not=_WITHOUT_COSTS))
+            timed.append(replace(prediction, why_not=_NO_COST_MODEL))
             continue
 
         seconds = batch_seconds

@@ -27,7 +27,7 @@ from dglx_dist.errors import ConfigError, first_sentence
 from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.split import node_split
-from dglx_dist.planner.choose import NEAR
+from dglx_dist.planner.choose import TIE_FACTOR
 from dglx_dist.planner.measure import make_optimizer, take_step, update_weights
 from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
 from dglx_dist.records import FEATURE, LABEL, EdgeType
@@ -53,7 +53,7 @@ _WARM_STEPS = 2
 """Steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND = 3
 _MAX_ROUNDS = 4
-_CLEARLY = 1.2
+_CLEARLY_SLOWER = 1.2
 """Candidates slower by this factor are dropped at once. Epochs in the same run differ by a tenth."""
 _MIN_TRIED = 2
 """Candidates that are always tried, however long it takes."""
@@ -231,8 +231,8 @@ class _Race:
         # The negations round up, so that the larger half stays.
         num_kept = -(-len(ordered) // 2)
         best = ordered[0]
-        slow_limit = _CLEARLY * best.trial.high * self._weight(best)
-        tie_limit = NEAR * self._weigh_seconds(best)
+        slow_limit = _CLEARLY_SLOWER * best.trial.high * self._weight(best)
+        tie_limit = TIE_FACTOR * self._weigh_seconds(best)
         for index, contestant in enumerate(ordered):
             is_much_slower = contestant.trial.low * self._weight(contestant) > slow_limit
             # If several candidates are equally fast, the simplest will win, so all of them stay.
@@ -248,7 +248,7 @@ class _Race:
             if len(contestant.seconds) <= _TURNS_OF_ROUND:
                 return False
         seconds = [self._weigh_seconds(contestant) for contestant in self.running]
-        return max(seconds) <= NEAR * min(seconds)
+        return max(seconds) <= TIE_FACTOR * min(seconds)
 
     def _drop(self, contestant: _Contestant) -> None:
         self._record_trial(contestant)

@@ -14,16 +14,16 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.memory import format_bytes
 from dglx_dist.progress import visible
 from dglx_dist.report.run_folder import Run, read_plan
-from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, flat_cells, summarise
+from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE_COLOR, OUTSIDE_COLOR, PHASES, flat_cells, summarise
 
 Values: TypeAlias = Mapping[str, Any]
 Cells: TypeAlias = Mapping[str, tuple[object, str]]
 """By column, the value to sort by and the text."""
-_ABSENT = (None, "-")
+_ABSENT_VALUES = (None, "-")
 _SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
 _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
 _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|.*bytes_.*")
-_PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
+_PLANNED_FIGURES = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 _MAX_BARS = 12
 """Maximum number of candidates in a plan's figure."""
 _BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -223,8 +223,8 @@ def _draw_cost(figures: _Figures, name: str, run: Run) -> str:
     for bar in make_bars(HIDDEN):
         times.append(bar | line_style)
     byte_columns = (
-        ("inside a server", "bytes_inside", INSIDE),
-        ("between servers", "bytes_outside", OUTSIDE),
+        ("inside a server", "bytes_inside", INSIDE_COLOR),
+        ("between servers", "bytes_outside", OUTSIDE_COLOR),
     )
     payloads = make_bars(byte_columns, unit=1e6)
 
@@ -283,7 +283,7 @@ def _describe_plan(figures: _Figures, name: str, plan: Values) -> str:
         remark = candidate["why_not"] or candidate["not_tried"] or candidate["barred"] or candidate["note"]
         if candidate["name"] == plan["chosen"]:
             remark = "chosen"
-        figures_of_candidate = {key: candidate[key] for key in _PLANNED}
+        figures_of_candidate = {key: candidate[key] for key in _PLANNED_FIGURES}
         rows[title] = flat_cells({**figures_of_candidate, "remark": remark})
 
     sentences = list(plan["why"])
@@ -307,7 +307,7 @@ def _list_options(runs: Mapping[str, Run]) -> str:
     rows: dict[str, dict[str, tuple[object, str]]] = {}
     for name, run in runs.items():
         for option, cell in flat_cells(run.config).items():
-            rows.setdefault(option, dict.fromkeys(runs, _ABSENT))[name] = cell
+            rows.setdefault(option, dict.fromkeys(runs, _ABSENT_VALUES))[name] = cell
 
     marked = []
     for option, cells in rows.items():
@@ -332,7 +332,7 @@ def _build_table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] =
         row_class = "marked" if row_name in marked else ""
         body += f'<tr class="{row_class}"><th>{escape(row_name)}</th>'
         for column in columns:
-            value, text = cells.get(column, _ABSENT)
+            value, text = cells.get(column, _ABSENT_VALUES)
             key = "" if value is None else escape(str(value))
             body += f'<td data-value="{key}">{escape(text)}</td>'
         body += "</tr>"

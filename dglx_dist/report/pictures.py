@@ -28,7 +28,7 @@ from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import escape_lines, visible
 from dglx_dist.records import STANDARD_ERROR, EpochRecord
-from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, format_percent
+from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE_COLOR, OUTSIDE_COLOR, PHASES, format_percent
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
@@ -209,9 +209,9 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     """Draw each epoch's bytes as stacked bars."""
     numbers = [e.epoch for e in epochs]
     inside = [e.bytes_inside / 1e6 for e in epochs]
-    axes.bar(numbers, inside, color=INSIDE, label="inside a server")
+    axes.bar(numbers, inside, color=INSIDE_COLOR, label="inside a server")
     outside = [e.bytes_outside / 1e6 for e in epochs]
-    axes.bar(numbers, outside, bottom=inside, color=OUTSIDE, label="between servers")
+    axes.bar(numbers, outside, bottom=inside, color=OUTSIDE_COLOR, label="between servers")
     axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
 
     # The legend is above the bars. Without bytes, the axis must not be empty.
@@ -253,7 +253,7 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
             axes.legend(fontsize=8)
 
 
-WAITING = "#eeeeee"
+WAITING_COLOR = "#eeeeee"
 UNNUMBERED = "#888888"
 _CHAR_WIDTH = 0.008
 """A letter's width relative to the picture. Labels that do not fit are left out."""
@@ -354,7 +354,7 @@ def _draw_span(
 
     style: dict[str, Any] = {"height": 0.8, "color": color}
     if is_wait(span):
-        style = {"height": 0.45, "color": WAITING}
+        style = {"height": 0.45, "color": WAITING_COLOR}
     if by_epoch and span.name.startswith(_BACKWARD_PREFIXES):
         style["hatch"] = "//"
     left, right = _clip(span, window)

@@ -22,8 +22,8 @@ PHASES = (
 """Label, EpochRecord field and colour for each phase in the training loop, in their order."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
 """The same for the loader's threads, which run beside the training loop."""
-INSIDE = "#9ecae1"
-OUTSIDE = "#d62728"
+INSIDE_COLOR = "#9ecae1"
+OUTSIDE_COLOR = "#d62728"
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
 """Colours that runs, batches or intervals take in turn."""
 
@@ -70,8 +70,8 @@ _PLAN_COLUMNS = (
     "", "strategy, options", "s", "from", "to", "compute", "network", "bytes out", "bytes in", "memory",
     "GPU", "steps", "",
 )  # fmt: skip
-_OF_TRIALS = ("from", "to")
-_OF_PLANS = ("compute", "network")
+_TRIAL_COLUMNS = ("from", "to")
+_ESTIMATE_COLUMNS = ("compute", "network")
 _PLAN_LEGEND = (
     "s: seconds of an epoch without evaluations. {seconds}. bytes: payload of an epoch between servers and "
     "inside of them, counted, or expected with ~. memory: peak of a rank on the host, and on its GPU. "
@@ -79,17 +79,17 @@ _PLAN_LEGEND = (
     "the features. hops: layers whose rows are fetched once. batches: pieces of an epoch. cache: policy and "
     "share of own nodes."
 )
-_SECONDS_OF_TRIALS = "They are the median of the timed turns, and the fastest and slowest one"
-_SECONDS_OF_PLANS = "They are computing time of one process here, and bytes divided by the links' bandwidth"
+_TRIAL_LEGEND = "They are the median of the timed turns, and the fastest and slowest one"
+_ESTIMATE_LEGEND = "They are computing time of one process here, and bytes divided by the links' bandwidth"
 
 
 def build_plan_table(choice: Choice) -> Table:
     """Build a table with one row per candidate in the order of ``choice``. The chosen one is marked."""
-    hidden_columns = set(_OF_TRIALS)
-    seconds_legend = _SECONDS_OF_PLANS
+    hidden_columns = set(_TRIAL_COLUMNS)
+    seconds_legend = _ESTIMATE_LEGEND
     if any(prediction.trial for prediction in choice.predictions):
-        hidden_columns = set(_OF_PLANS)
-        seconds_legend = _SECONDS_OF_TRIALS
+        hidden_columns = set(_ESTIMATE_COLUMNS)
+        seconds_legend = _TRIAL_LEGEND
     if not choice.cluster.device_memory_bytes:
         hidden_columns.add("GPU")
 

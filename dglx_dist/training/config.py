@@ -44,7 +44,7 @@ _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
 TASKS = ("auto", "classification", "multilabel", "regression", "link")
 AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION, LINK = TASKS
 _CLASS_METRICS = ("f1_micro", "f1_macro", "roc_auc", "average_precision")
-METRICS_OF: Mapping[str, tuple[str, ...]] = {
+METRICS_BY_TASK: Mapping[str, tuple[str, ...]] = {
     CLASSIFICATION: ("accuracy", *_CLASS_METRICS),
     MULTILABEL: (*_CLASS_METRICS, "accuracy"),
     REGRESSION: ("mae", "rmse"),
@@ -57,12 +57,12 @@ EXPORT_INDEX = "_index.json"
 NO_ENCODER = "none"
 """Stands for a model that scores trainable rows directly."""
 DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
-_METRICS = tuple(dict.fromkeys(chain(*METRICS_OF.values())))
+_METRICS = tuple(dict.fromkeys(chain(*METRICS_BY_TASK.values())))
 
 
 def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return ``metrics``, or the defaults of ``task``. Raise ConfigError for a metric of another task."""
-    allowed = METRICS_OF.get(task, ())
+    allowed = METRICS_BY_TASK.get(task, ())
     metrics = list_names(metrics)
     for name in metrics:
         if name not in allowed:

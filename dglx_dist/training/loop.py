@@ -36,7 +36,7 @@ from dglx_dist.training.config import (
     CLASSIFICATION,
     FLOAT32,
     LESS_IS_BETTER,
-    METRICS_OF,
+    METRICS_BY_TASK,
     RunOptions,
     compute_rate_factor,
     count_steps_between,
@@ -376,7 +376,7 @@ class TrainingRun:
 
     def _without_accuracy(self, record: EpochRecord) -> EpochRecord:
         """Return ``record`` with NaN as the train accuracy if the targets are not classes."""
-        if self._task == CLASSIFICATION or self._task not in METRICS_OF:
+        if self._task == CLASSIFICATION or self._task not in METRICS_BY_TASK:
             return record
         return replace(record, train_accuracy=math.nan)
 

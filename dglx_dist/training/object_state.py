@@ -148,7 +148,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _SEQUENCES[value["sequence"]](decode(item, tensors) for item in value["items"])
 
 
-_LARGEST = torch.finfo(torch.float32).max
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -336,7 +336,7 @@ def _check_group(
         if isinstance(group.get(key), bool | float) and not isinstance(value, allowed_type):
             raise ValueError(f"{key!r} of the optimizer is {value!r}")
 
-    if "lr" in group and not 0 <= float(settings["lr"]) <= _LARGEST:
+    if "lr" in group and not 0 <= float(settings["lr"]) <= _MAX_FLOAT32:
         raise ValueError(f"'lr' of the optimizer is {settings['lr']!r}")
     is_from_torch = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
     if not is_from_torch or type(optimizer) is torch.optim.LBFGS:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Maps (B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows. Ignored if B is 0."""
-_FEW_CLASSES, _CLASSES_OF_FEW = 1000, 100
+_MAX_CLASSES_BEYOND_NODES, _MAX_GUESSED_CLASSES = 1000, 100
 """Class counts that are accepted for any number of nodes, and for any number of training nodes."""
 _ROWS_AT_ONCE = 1 << 16
 """Rows of scores and labels that a rank reads at a time."""
@@ -86,16 +86,16 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
 
 def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> None:
     """Raise ConfigError if there are too many classes. The limit is lower if the task was guessed."""
-    manifest, minimum = g.dataset.manifest, _FEW_CLASSES
+    manifest, minimum = g.dataset.manifest, _MAX_CLASSES_BEYOND_NODES
     classes = manifest.num_classes.get(ntype, 0)
     num_nodes = g.num_nodes(ntype)
     nodes = "nodes"
     has_names = bool(manifest.class_names.get(ntype))
-    is_guess = is_guess and _CLASSES_OF_FEW < classes <= max(num_nodes, minimum) and not has_names
+    is_guess = is_guess and _MAX_GUESSED_CLASSES < classes <= max(num_nodes, minimum) and not has_names
     if is_guess and SPLITS[0] in g.nodes[ntype].data:
         count = torch.tensor([len(_read_labels(g, ntype, label, SPLITS[0]))])
         num_nodes = int(sum_over_ranks(count, g.session, phase=metrics.PHASE))
-        minimum = _CLASSES_OF_FEW
+        minimum = _MAX_GUESSED_CLASSES
         nodes = "training nodes"
 
     if classes > max(num_nodes, minimum):

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from dglx_dist.report.tables import HIDDEN, INSIDE, OUTSIDE, PHASES
+from dglx_dist.report.tables import HIDDEN, INSIDE_COLOR, OUTSIDE_COLOR, PHASES
 from scripts.bench import results
 from scripts.bench.figures import mean_of, spread, variant_rows
 from scripts.bench.records import Experiment, Line, Outcome
@@ -137,8 +137,10 @@ def draw_bytes(axes: Any, rows: Rows) -> None:
     """Draw a bar of each variant's payload, and a second bar for the counters of the network cards."""
     positions = [place - 0.16 for place in range(len(rows))]
     inside, outside = ([row[name] for row in rows] for name in ("mb_inside", "mb_outside"))
-    axes.bar(positions, outside, 0.42, color=OUTSIDE, label="payload between servers (ledger)")
-    axes.bar(positions, inside, 0.42, bottom=outside, color=INSIDE, label="payload inside a server (ledger)")
+    axes.bar(positions, outside, 0.42, color=OUTSIDE_COLOR, label="payload between servers (ledger)")
+    axes.bar(
+        positions, inside, 0.42, bottom=outside, color=INSIDE_COLOR, label="payload inside a server (ledger)"
+    )
     wire = {
         place + 0.42: row["mb_wire"] for place, row in zip(positions, rows, strict=True) if row["mb_wire"]
     }

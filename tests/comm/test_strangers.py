@@ -229,7 +229,7 @@ def test_the_watch_raises_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         watch.look()  # no descriptor is left to look with
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        monkeypatch.setattr("dglx_dist.comm.auth._FEW", 1.0)
+        monkeypatch.setattr("dglx_dist.comm.auth._FEW_SHARE", 1.0)
         watch._look_at_s = 0.0
         watch.look()
     assert caplog.text.count("file descriptors are in use") == 1

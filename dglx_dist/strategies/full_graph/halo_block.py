@@ -66,7 +66,7 @@ class EmptyPartition(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _RESHAPING and not kwargs and not args[0].numel():
+        if func in _RESHAPING_FUNCTIONS and not kwargs and not args[0].numel():
             sizes = args[1] if isinstance(args[1], Sequence) else args[1:]
             if all(isinstance(size, int) for size in sizes):
                 return func(args[0], _resolve_sizes(args[0].shape, sizes))
@@ -80,7 +80,7 @@ class EmptyPartition(TorchFunctionMode):
             mode.__exit__()
 
 
-_RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
+_RESHAPING_FUNCTIONS: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 def _resolve_sizes(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

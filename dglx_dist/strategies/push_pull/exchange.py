@@ -329,7 +329,7 @@ _PIECE_FUNCTIONS = frozenset(
 )
 """Functions that can be applied to each piece, because the results are pieces of the uncut result."""
 
-_JOINS: dict[str, Callable[..., Tensor]] = {
+_JOIN_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
     "max": torch.amax,
     "amax": torch.amax,
@@ -409,8 +409,8 @@ class CutGradient(Tensor):
             return CutGradient.wrap(result, self._session, self._num_parts)
         if result.dim() == 0 and is_norm:
             return self._join_norms(result, _read_norm_order(args, kwargs))
-        if result.dim() == 0 and name in _JOINS:
-            return _JOINS[name](self._gather(result), 0)
+        if result.dim() == 0 and name in _JOIN_FUNCTIONS:
+            return _JOIN_FUNCTIONS[name](self._gather(result), 0)
         return result
 
     @classmethod

@@ -49,7 +49,7 @@ _RANDOM = (
 _READS_NUMBERS = ("_local_scalar_dense", "is_nonzero", "equal")
 _UNINITIALISED = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
 """Replacements for operations that allocate without a value. Workers must not send old memory contents."""
-_OVER_ROWS = ("batch_norm", "instance_norm")
+_OPERATIONS_OVER_ROWS = ("batch_norm", "instance_norm")
 
 
 @dataclass(eq=False, repr=False)
@@ -166,7 +166,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         # In-place and internal variants have underscores around the name.
         if name.strip("_").startswith(_RANDOM) or "dropout" in name:
             self.refuse(f"random numbers ({name})", "use torch.nn.Dropout, whose masks are the same anywhere")
-        if any(word in name for word in _OVER_ROWS):
+        if any(word in name for word in _OPERATIONS_OVER_ROWS):
             self.refuse(
                 "statistics over all nodes", "use nn.LayerNorm or nn.GroupNorm, which normalise each row"
             )

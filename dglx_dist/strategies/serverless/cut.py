@@ -62,7 +62,7 @@ _IGNORED_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blo
 _Depth: TypeAlias = int
 _MAX_EDGE_COLUMNS = 8
 """Largest width for edge rows that are computed once and kept."""
-_ONCE: _Depth = -1
+_CONSTANT_DEPTH: _Depth = -1
 """Depth for pieces that depend on neither weights nor dropout. They run once, before the first epoch."""
 
 
@@ -129,13 +129,13 @@ class Cutter:
 
         last_depth = self._depth_of(self._scores)
         steps: list[ProgramStep] = []
-        for depth in range(_ONCE, last_depth + 1):
+        for depth in range(_CONSTANT_DEPTH, last_depth + 1):
             steps += [self._make_graph_step(node) for node in graph_nodes[depth]]
             for per in get_args(Per):
                 piece = self._pieces.get((depth, per))
                 if piece is not None:
                     is_last = depth == last_depth and self._scores in piece.outputs
-                    steps.append(self._make_apply(piece, is_once=depth == _ONCE, is_last=is_last))
+                    steps.append(self._make_apply(piece, is_once=depth == _CONSTANT_DEPTH, is_last=is_last))
 
         # The step with the scores comes after other steps at its depth.
         steps.sort(key=lambda step: isinstance(step, Apply) and self._slots[self._scores] in step.outputs)
@@ -196,7 +196,7 @@ class Cutter:
         for node in self._nodes:
             per = node.outputs[0].per
             if node.kind in _TENSOR_KINDS and per is not None:
-                depth = _ONCE if self._is_once(node.outputs[0]) else self._depths[node]
+                depth = _CONSTANT_DEPTH if self._is_once(node.outputs[0]) else self._depths[node]
                 piece = self._get_piece(depth, per)
                 piece.nodes.append(node)
                 for value in node.inputs:
@@ -215,7 +215,7 @@ class Cutter:
         producer = value.producer
         if producer is None or producer.kind not in _TENSOR_KINDS or value.per is None:
             return None
-        depth = _ONCE if self._is_once(value) else self._depths[producer]
+        depth = _CONSTANT_DEPTH if self._is_once(value) else self._depths[producer]
         return self._pieces.get((depth, value.per))
 
     def _read(self, piece: TensorPiece, value: Value) -> None:

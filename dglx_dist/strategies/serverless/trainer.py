@@ -52,7 +52,7 @@ from dglx_dist.strategies.serverless.parameter_service import ParameterClient, P
 from dglx_dist.strategies.serverless.program import EDGE_DATA, Program, Slot
 from dglx_dist.strategies.serverless.scheduler import IntervalProgress, ThreadScheduler, WorkerPool
 from dglx_dist.strategies.serverless.tasks import TaskKey, kernels, parse_attempt, parse_half
-from dglx_dist.strategies.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
+from dglx_dist.strategies.serverless.worker import GRADIENTS, PROGRAM, PULL, SUBMIT, WEIGHTS
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -247,7 +247,7 @@ class Engine:
         handlers: dict[str, Handler] = {
             PROGRAM: self._send_program,
             PULL: lambda name, _arrays: self._server.pull(*parse_half(name)),
-            GIVE: self._submit,
+            SUBMIT: self._submit,
         }
         for op, handler in handlers.items():
             self._session.rpc.register(op, self._with_counted_bytes(op, handler), for_clients=True)
@@ -269,7 +269,7 @@ class Engine:
                 key_text, _, _ = name.partition("/")
                 layer = TaskKey.parse(key_text).step
 
-            if op == GIVE:
+            if op == SUBMIT:
                 # These rows may end the epoch, so they are counted before the handler gets them.
                 add_to_ledger(UP, layer, WORKER, rank, payload_bytes(arrays))
                 return handler(name, arrays)

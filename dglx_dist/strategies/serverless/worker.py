@@ -47,7 +47,7 @@ A function's container is frozen between invocations, and peers drop silent conn
 # Operations on graph servers, see :class:`_TaskCalls`.
 PROGRAM = "lambda.program"
 PULL = "lambda.pull"
-GIVE = "lambda.give"
+SUBMIT = "lambda.give"
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Operations on parameter servers."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
@@ -257,7 +257,7 @@ class _TaskCalls:
 
     def submit(self, half: int, rows: Sequence[Array]) -> Answer:
         name = attempt_name(self._task.key, half, self._task.attempt)
-        return self._call_graph_server(GIVE, name, rows)
+        return self._call_graph_server(SUBMIT, name, rows)
 
     def _call_graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)

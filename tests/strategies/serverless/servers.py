@@ -91,7 +91,7 @@ class Bench:
         return {
             ops.PROGRAM: self._give_program,
             ops.PULL: self._pull,
-            ops.GIVE: self._take,
+            ops.SUBMIT: self._take,
             ops.WEIGHTS: self._give_weights,
             ops.GRADIENTS: self._take_gradients,
         }

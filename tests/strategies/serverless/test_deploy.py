@@ -43,7 +43,7 @@ def aws(mock_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         short = getattr(made, name).rpartition("/")[2]
         new = client("iam").create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
         monkeypatch.setattr(made, name, new["Policy"]["Arn"])
-    monkeypatch.setattr(made, "_MANAGED", new["Policy"]["Arn"].rpartition("/")[0] + "/")
+    monkeypatch.setattr(made, "_MANAGED_POLICIES", new["Policy"]["Arn"].rpartition("/")[0] + "/")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import check_reachable
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.trainer import describe_costs, progress_line
-from dglx_dist.strategies.serverless.worker import GIVE
+from dglx_dist.strategies.serverless.worker import SUBMIT
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.equality import write_parts
 from tests.strategies.serverless.faults import strike
@@ -140,7 +140,7 @@ def test_late_rows_end_a_duplicate_attempt() -> None:
         engine.run(2)
         run, before = engine._server.run, engine.workers.controller.counts.refused
         for half in (0, 1):
-            session.rpc.call(0, GIVE, f"r{run}.e1.s1.i0.f/{half}/7", [], phase="test")
+            session.rpc.call(0, SUBMIT, f"r{run}.e1.s1.i0.f/{half}/7", [], phase="test")
             assert engine.workers.controller.counts.refused == before + half
         engine.close()
 

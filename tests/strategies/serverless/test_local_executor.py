@@ -52,7 +52,7 @@ def waiting_bench() -> Bench:
 def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in local._DECIDES_BITS:
+    for name in local._BIT_DECIDING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "")
     for name in ("AWS_SECRET_ACCESS_KEY", "OPENBLAS_PASSWORD", "MKL_TOKEN"):

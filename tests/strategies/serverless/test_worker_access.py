@@ -18,12 +18,12 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.serverless.scheduler import addresses_of
 from dglx_dist.strategies.serverless.tasks import Direction, TaskComputation, TaskKey, attempt_name, half_name
 from dglx_dist.strategies.serverless.trainer import Engine
-from dglx_dist.strategies.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
+from dglx_dist.strategies.serverless.worker import GRADIENTS, PROGRAM, PULL, SUBMIT, WEIGHTS, RemoteCaller
 from tests.helpers.ranks import run_ranks
 
 from . import cases
 
-OF_WORKERS = {PROGRAM, PULL, GIVE, WEIGHTS, GRADIENTS}
+OF_WORKERS = {PROGRAM, PULL, SUBMIT, WEIGHTS, GRADIENTS}
 LARGE: Array = np.zeros(1 << 18)
 """2 MiB: travels in pieces."""
 
@@ -126,7 +126,7 @@ class Attacker:
         self._launch(key, where, first_id, ready=ready)
 
     def _by_names(self) -> None:
-        for op in (PULL, GIVE):
+        for op in (PULL, SUBMIT):
             for name in NO_KEYS:
                 self._attacker.is_refused(op, name, match="names no|no key of a task")
         for op in (WEIGHTS, GRADIENTS):
@@ -145,13 +145,13 @@ class Attacker:
             (no_work, "no worker does step", "has no weights"),
         ):
             for name in names:
-                for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
+                for op, half in ((PULL, "/0"), (SUBMIT, "/0/0")):
                     attacker.is_refused(op, f"r{RUN}.e{key.epoch}.{name}.f{half}", match=no_rows)
                 for op in (WEIGHTS, GRADIENTS):
                     attacker.is_refused(op, f"r{RUN}.e{key.epoch}.{name}.b", match=no_weights)
         for epoch in (key.epoch + 1, 999_999_999):
             assert attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0") == []  # not there yet: that tells nothing
-            attacker.is_refused(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", match="came before it began")
+            attacker.is_refused(SUBMIT, f"r{RUN}.e{epoch}.{end}/0/0", match="came before it began")
             attacker.is_refused(WEIGHTS, f"r{RUN}.e{epoch}.{end}", match="beyond staleness 0")
             gradients = [np.ones(shape) for shape in work.weights.values()]
             way = "forward" if key.direction is Direction.FORWARD else "beyond staleness 0"
@@ -159,7 +159,7 @@ class Attacker:
         for epoch in range(key.epoch):
             (over,) = attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0")
             assert (over.size, over.dtype) == (0, np.bool_)
-            assert attacker.ask(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)]) == []
+            assert attacker.ask(SUBMIT, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)]) == []
             if key.direction is not Direction.FORWARD:
                 self._by_old_gradients(f"r{RUN}.e{epoch}.{end}", key.epoch - epoch, gradients)
 
@@ -173,7 +173,7 @@ class Attacker:
     def _by_rows(self, key: TaskKey, rows: int, work: TaskComputation) -> None:
         """Rows of the open task in every wrong form; none of them is taken."""
         for bad in _other_forms(_first_half(rows, work)):
-            self._attacker.is_refused(GIVE, f"{key}/0/0", bad, match=rf"what came of {key} has")
+            self._attacker.is_refused(SUBMIT, f"{key}/0/0", bad, match=rf"what came of {key} has")
 
     def _by_other_runs(self, of_run: TaskKey, num_rows: int, work: TaskComputation) -> None:
         """A worker that was given up in an earlier run of this session, which began at the same epoch."""
@@ -183,7 +183,7 @@ class Attacker:
             key = replace(of_run, run=run)
             message = f"task {key} is of run {run} of this session, and this is run {RUN}"
             self._attacker.is_refused(PULL, half_name(key, 0), match=message)
-            self._attacker.is_refused(GIVE, attempt_name(key, 0, 0), rows, match=message)
+            self._attacker.is_refused(SUBMIT, attempt_name(key, 0, 0), rows, match=message)
             self._attacker.is_refused(WEIGHTS, str(key), match=message)
             self._attacker.is_refused(GRADIENTS, str(key), gradients, match=message)
 

@@ -57,11 +57,11 @@ from dglx_dist.strategies.serverless.tasks import (
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
 from dglx_dist.strategies.serverless.worker import WorkerAnswer
 
-_MANAGED = "arn:aws:iam::aws:policy/service-role/"
-LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"
-VPC_POLICY = f"{_MANAGED}AWSLambdaVPCAccessExecutionRole"
+_MANAGED_POLICIES = "arn:aws:iam::aws:policy/service-role/"
+LOG_POLICY = f"{_MANAGED_POLICIES}AWSLambdaBasicExecutionRole"
+VPC_POLICY = f"{_MANAGED_POLICIES}AWSLambdaVPCAccessExecutionRole"
 """LOG_POLICY plus the network interfaces that a function in a VPC needs."""
-_TRUST = {
+_TRUST_POLICY = {
     "Version": "2012-10-17",
     "Statement": [
         {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
@@ -249,7 +249,7 @@ def _make_role(deployment: Deployment, iam: Client, change: Changes) -> str | No
             f"create the role {name}",
             iam.create_role,
             RoleName=name,
-            AssumeRolePolicyDocument=json.dumps(_TRUST),
+            AssumeRolePolicyDocument=json.dumps(_TRUST_POLICY),
             Description=f"Workers of dglx_dist: function {deployment.name}",
             Tags=[{"Key": TAG, "Value": deployment.name}],
         )
@@ -265,7 +265,7 @@ def _make_role(deployment: Deployment, iam: Client, change: Changes) -> str | No
 
     policy = VPC_POLICY if deployment.subnets else LOG_POLICY
     if policy not in policies:
-        text = f"let the role {name} use {policy.removeprefix(_MANAGED)}"
+        text = f"let the role {name} use {policy.removeprefix(_MANAGED_POLICIES)}"
         change(text, iam.attach_role_policy, RoleName=name, PolicyArn=policy)
     arn: str | None = role["Arn"]
     return arn
@@ -421,7 +421,7 @@ class _Trial:
             ops.PULL: self._send_half,
             ops.WEIGHTS: lambda _name, _arrays: self._weights,
             ops.GRADIENTS: self._receive,
-            ops.GIVE: self._receive,
+            ops.SUBMIT: self._receive,
         }
 
     def run(self, client: Client, name: str, epoch: int) -> tuple[float, WorkerAnswer]:

@@ -51,7 +51,7 @@ _ENVIRONMENT = {
     # Workers compute on CPUs. With a GPU, torch's autograd would start threads, which a copy lacks.
     "CUDA_VISIBLE_DEVICES": "",
 }
-_DECIDES_BITS = (
+_BIT_DECIDING_VARIABLES = (
     *("OPENBLAS_CORETYPE", "OPENBLAS_BLOCK_FACTOR", "OPENBLAS_L2_SIZE", "GOTO_BLOCK_FACTOR"),
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPY_DISABLE_CPU_FEATURES"),
@@ -66,7 +66,7 @@ _MAX_OUTPUT, _START_S = 2000, 120.0
 
 def arithmetic_variables() -> dict[str, str]:
     """Return this process's environment variables that affect a result's bits."""
-    return {name: value for name, value in copy_environment().items() if name in _DECIDES_BITS}
+    return {name: value for name, value in copy_environment().items() if name in _BIT_DECIDING_VARIABLES}
 
 
 @final
@@ -94,7 +94,7 @@ class LocalExecutor(Executor):
         super().__init__(_Process, context.notice, memory_mb=settings.memory_mb)
 
 
-_STARTING = threading.Lock()
+_START_LOCK = threading.Lock()
 _starters: dict[tuple[tuple[str, str], ...], _Starter] = {}
 
 
@@ -102,7 +102,7 @@ def _find_starter() -> _Starter:
     """Return the process that starts workers. It serves all runs, and lives as long as this process."""
     variables = arithmetic_variables()
     key = tuple(sorted(variables.items()))
-    with _STARTING:
+    with _START_LOCK:
         if key not in _starters or not _starters[key].is_alive:
             _starters[key] = _Starter(variables)
         return _starters[key]
