@@ -55,6 +55,8 @@ class Traits:
     """Whether the strategy also trains on batches of edges."""
     excludes_edges: bool = True
     """Whether the blocks of a batch of edges can leave out these edges."""
+    any_layers: bool = False
+    """Whether layers of other libraries train, because the strategy does not change how a layer computes."""
     on_gpus: bool = True
     """Whether the strategy trains models on GPUs."""
     complexity: int = 100
