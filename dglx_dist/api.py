@@ -37,6 +37,7 @@ from dglx_dist.data.storage.remote import is_dataset, stage_dataset
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.clusters import ClusterGCNSampler
 from dglx_dist.dataloading.own_order import UserColumns, check_order
+from dglx_dist.dataloading.pyg import open_converter
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
@@ -539,14 +540,15 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
         g: The distributed graph.
         indices: (K,) seeds of this rank, as :func:`node_split` returns them. May be empty.
         graph_sampler: A sampler of ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
-        options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others, see
-            :class:`dglx_dist.dataloading.loader.DataLoader`.
+        options: ``batch_size``, ``shuffle``, ``seed`` and others, see
+            :class:`dglx_dist.dataloading.loader.DataLoader`. ``output="pyg"`` yields PyG's ``Data``.
 
     Raises:
         ConfigError: an option or sampler is not supported, or ``g`` exists in this process only.
     """
     inner = _check_distributed(g)
     opened = open_strategy(inner)
+    convert = open_converter(opened, indices, graph_sampler, options)
     predicts_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
     make_loader = opened.edge_loader if predicts_edges else opened.loader
     loader = make_loader(indices, graph_sampler, **options)
@@ -554,7 +556,7 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     if not isinstance(graph_sampler, ClusterGCNSampler):
         check_order(inner, loader, indices, "edge" if predicts_edges else "node")
     # fit() reads it. DGL's own loader has the same attribute.
-    loader.graph_sampler = graph_sampler
+    loader.graph_sampler, loader.convert = graph_sampler, convert
     return loader
 
 

@@ -66,12 +66,15 @@ RUNS = [
     ("08_hgt.py", 1, 0.8, ""),
     ("09_push_pull.py", 2, 0.7, r"(?s)(cut by input columns: first\.fc_neigh\.weight, first\.fc_self.*){2}"),
     ("10_full_graph.py", 2, 0.7, ""),
+    ("13_pyg.py", 2, 0.7, ""),
     ("11_lambda.py", 2, 0.7, r"(?ms)epoch 39: loss.*synchronous from epoch \d+$.*cost \$.*simulated"),
 ]
 
 
 @pytest.mark.parametrize(("script", "printing", "least", "said"), RUNS)
 def test_ranks_agree(tmp_path: Path, script: str, printing: int, least: float, said: str) -> None:
+    if "pyg" in script:
+        pytest.importorskip("torch_geometric", reason="needs PyTorch Geometric")
     shown = on_ranks(tmp_path, *script.split())
     result = accuracies(shown)
     assert (len(result), len(set(result))) == (printing, 1)

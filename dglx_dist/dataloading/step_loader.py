@@ -542,6 +542,8 @@ class EpochLoader(ABC, Generic[B, T]):
         """Number of the first step. Step numbers key dropout. Change this if each epoch has a new loader."""
         self.mark: Callable[[Any], Any] | None = None
         """Function that replaces the first batch by one with marked ids. It runs once."""
+        self.convert: Callable[[Any], Any] | None = None
+        """Function that replaces each batch by one for another library."""
         self._times = LoaderTimes()
         self._waited_s = 0.0
         self._running_epoch: weakref.ref[Generator[T, None, None]] | None = None
@@ -652,10 +654,7 @@ class EpochLoader(ABC, Generic[B, T]):
             with closing(self._prefetch(epoch)) as batches:
                 stream = self.wrap_batches(batches)
                 for step in self._iterate_steps():
-                    batch = self._deliver_next(step, stream)
-                    if self.mark is not None:
-                        batch = self.mark(batch)
-                        self.mark = None
+                    batch = self._replace(self._deliver_next(step, stream))
                     yield batch
                     # Release the batch before the next one is awaited, to save memory.
                     del batch
@@ -679,6 +678,13 @@ class EpochLoader(ABC, Generic[B, T]):
         self._epoch = epoch + 1
         self._next_step = 0
         self.check_end()
+
+    def _replace(self, batch: Any) -> Any:
+        """Return the batch that the loop body gets in place of ``batch``."""
+        if self.mark is not None:
+            batch = self.mark(batch)
+            self.mark = None
+        return batch if self.convert is None else self.convert(batch)
 
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
         """Yield the batches that remain in ``epoch``. Threads prepare them ahead of the consumer."""

@@ -56,6 +56,8 @@ class Traits:
     """Whether the strategy also trains on edge batches."""
     excludes_edges: bool = True
     """Whether the blocks for an edge batch can leave out the batch's own edges."""
+    any_layers: bool = False
+    """Whether layers of other libraries train, because the strategy does not change how a layer computes."""
     on_gpus: bool = True
     """Whether the strategy trains models on GPUs."""
     complexity: int = 100

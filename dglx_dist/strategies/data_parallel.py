@@ -81,6 +81,7 @@ class DataParallel(Strategy):
         unit="mini_batch",
         summary="feature rows of remote input nodes, on demand; all gradients",
         on_edges=True,
+        any_layers=True,
         complexity=0,
     )
 

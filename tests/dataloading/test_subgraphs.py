@@ -21,6 +21,7 @@ from dglx_dist.dataloading.subgraphs import SubgraphLoader
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.dist_graph import DistGraph
 from tests.dataloading import rings, shop
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 SHADOW = ShaDowKHopSampler([2, 3], prefetch_node_feats=["feat", "label"], prefetch_edge_feats=["source"])
@@ -177,7 +178,7 @@ def draw_on_ranks(folder: str, structure: Any) -> tuple[dict[int, list[int]], li
         return around, clusters, sampler.split().tolist()
 
 
-@pytest.mark.parametrize("structure", ["replicated", "partitioned"])
+@pytest.mark.parametrize("structure", [*wide("replicated"), "partitioned"])
 def test_draws_and_clusters_do_not_depend_on_ranks(structure: str, rings: dict[int, Path]) -> None:
     (alone,) = run_ranks(draw_on_ranks, 1, args=(str(rings[4]), "replicated"))
     assert sorted(node for cluster in alone[1] for node in cluster) == NODES.tolist()
@@ -261,7 +262,7 @@ def measure_difference(weights: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["shadow", "clusters"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, *wide(3)])
 def test_weights_are_those_of_one_process(kind: str, ranks: int, rings: dict[int, Path]) -> None:
     results = run_ranks(train_on_ranks, ranks, args=(str(rings[4]), kind), ranks_per_server=1)
     expected = train_alone([batches for batches, _ in results])

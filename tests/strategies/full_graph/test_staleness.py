@@ -24,6 +24,7 @@ from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD, HaloExchange, StaleHalos
 from dglx_dist.strategies.full_graph.plan_builder import _cover_layers
 from dglx_dist.training.models import ResGCN
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -166,8 +167,8 @@ def check_simulated(results: list[Any], kind: str) -> list[Epoch]:
     ("ranks", "kind", "options"),
     [
         (2, "sage", {}),
-        (3, "gat", {"use_pp": False}),
         (3, "gcn", {"aggregate": "cover"}),
+        *wide((3, "gat", {"use_pp": False})),
     ],
 )
 def test_values_and_bytes_are_those_of_a_simulation(
