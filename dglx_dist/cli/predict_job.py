@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -215,15 +215,18 @@ def _load_model(plan: TrainConfig, g: DistGraph, ntype: str, width: int, config:
 
 
 def _compute_scores(module: nn.Module, plan: TrainConfig, g: DistGraph, ntype: str, ids: Tensor) -> Tensor:
-    """Compute the (n, C) scores for the nodes ``ids``."""
+    """Compute the scores for the nodes ``ids``. Return (n, C) rows on the host, with C classes or numbers.
+
+    For a few nodes, only their neighbourhoods are computed. For many, it is cheaper to compute all nodes.
+    """
     edge_columns = list_edge_columns(plan)
     if g.is_homogeneous and len(ids) <= _MAX_NODES_ONE_BY_ONE:
         scores: Tensor = Predictor(module, g, edge_feats=edge_columns)(ids)
         return scores.cpu()
+
     results = layerwise_inference(module, g, ntypes=[ntype], edge_feats=edge_columns)
     (table,) = flatten(results).values()
-    rows: Tensor = table[ids]
-    return rows
+    return cast("Tensor", table[ids])
 
 
 def _make_table(

@@ -231,23 +231,28 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 
 _KEPT_NAMES = ("merge_graphs",)
 """Functions in the process modules that only compute."""
-_REMOVED_KVSTORE_NAMES = ("init_kvstore", "close_kvstore")
+_KVSTORE_PROCESS_NAMES = ("init_kvstore", "close_kvstore")
 """Functions in ``kvstore`` about processes."""
 
 
 def _find_replacements(submodule: ModuleType) -> dict[str, Any]:
-    """Find replacements for names that only ``submodule`` has. Functions about processes are refused."""
+    """Find replacements for the functions of a ``submodule`` that ``dgl.distributed`` itself does not have.
+
+    Functions that start or stop server processes are replaced by functions that raise an error, because this
+    package has no such processes.
+    """
     module_name = submodule.__name__.rpartition(".")[2]
     replacements: dict[str, Any] = {}
     for name, value in vars(submodule).items():
-        # Modules also have functions that they import, which belong to another module.
+        # Skip functions that the submodule only imports.
         is_defined_here = inspect.isfunction(value) and value.__module__ == submodule.__name__
         if not is_defined_here or name.startswith("_"):
             continue
-        is_removed = module_name in _PROCESS_MODULES and name not in _KEPT_NAMES
         if module_name == "kvstore":
-            is_removed = name in _REMOVED_KVSTORE_NAMES
-        if is_removed:
+            starts_processes = name in _KVSTORE_PROCESS_NAMES
+        else:
+            starts_processes = module_name in _PROCESS_MODULES and name not in _KEPT_NAMES
+        if starts_processes:
             replacements[name] = make_refusal(f"{module_name}.{name}", _NO_SERVERS_MESSAGE)
 
     return replacements | dict(SUPPORTED_SUBMODULES.get(module_name, {}))

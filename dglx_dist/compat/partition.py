@@ -299,9 +299,14 @@ def node_split(
 ) -> Tensor:
     """Return a rank's share of the marked nodes as ascending (n,) int64 ids.
 
-    Every non-zero value in ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book belongs
-    to an open graph, or was read from its file. None: the book that belongs to a DistTensor's graph, or to
-    the only open graph.
+    Args:
+        nodes: (N,) DistTensor, tensor or array. A value other than 0 marks a node.
+        partition_book: Book of an open graph, or one that was read from a file. The default is the book of
+            the graph that the DistTensor belongs to, or else of the only open graph.
+        ntype: Type of the nodes.
+        rank: Rank to return the share of. The default is this rank.
+        force_even: Whether all ranks get equally many nodes, up to one.
+        node_trainer_ids: (N,) preferred rank of each node.
     """
     g = _find_graph(nodes, partition_book)
     ntype = resolve_node_type(g, ntype)

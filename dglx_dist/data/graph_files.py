@@ -439,7 +439,7 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
             if len(content) > _MAX_BYTES:
                 limit = format_bytes(_MAX_BYTES)
                 raise ValueError(f"it has dictionaries and over {limit}; use write_edgelist(data=['weight'])")
-            text, entries = _without_entries(content.decode(), str(path))
+            text, entries = _separate_dictionaries(content.decode(), str(path))
             source = io.BytesIO(text.encode())
             comments = []
             begin = [line.partition(b"{")[0].strip() for line in begin]
@@ -502,17 +502,27 @@ def _read_begin(file: IO[bytes]) -> tuple[list[bytes], list[bytes]]:
     raise ValueError("it has no line with two ids; write the edges")
 
 
-def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Split ``networkx.write_edgelist`` lines into text without dictionaries, and the numbers in them."""
+def _separate_dictionaries(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Separate the ends of edges in ``networkx.write_edgelist`` lines from the dictionaries behind them.
+
+    Returns:
+        The lines without dictionaries, and the numbers of all dictionaries as columns by name.
+        ``where`` names the file in errors.
+    """
     lines = []
     rows = []
     for line in text.splitlines():
-        ends, *dictionary = re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1)
-        if not ends or ends[0] in "#%":
+        # A dictionary in braces may follow at the end of the line.
+        parts = re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1)
+        ends = parts[0]
+        dictionary = parts[1] if len(parts) > 1 else ""
+        is_comment = ends.startswith(("#", "%"))
+        if not ends or is_comment:
             continue
         lines.append(ends)
-        # Texts are replaced, because they may contain text that looks like an entry.
-        entries = _ENTRY.findall(_TEXT.sub(": ?", "".join(dictionary)))
+        # A string value may contain text that looks like an entry, so strings are replaced first.
+        entries = _ENTRY.findall(_TEXT.sub(": ?", dictionary))
+        # An entry without a number had a string, and becomes None.
         rows.append({name: json.loads(number or "null") for name, number in entries})
     columns = _read_attributes(rows, where)
     return "\n".join(lines), {name: as_numpy(column) for name, column in columns.items()}

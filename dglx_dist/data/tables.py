@@ -28,7 +28,7 @@ _MIN_ROW_BYTES = 32
 _MAX_ROWS = 1 << 16
 _MIN_BLOCK = 1 << 16
 _MAX_BLOCK = 1 << 20
-_PROBED_ROWS = 1 << 8
+_SAMPLE_ROWS = 1 << 8
 _LINES = 1 << 12
 LINE_COLUMN = "id"
 """Name for the only column in files with one text per line."""
@@ -427,34 +427,36 @@ def _parse_first_id(text: str, path: Path, row: int) -> str:
 
 
 def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> int:
-    """Estimate how many bytes in memory a row takes in a row group.
+    """Estimate the size in memory of a row in a row group, in bytes.
 
-    The file stores repeated values once, so the size in memory is computed from the value count. For texts
-    with a dictionary, a few rows are read as a sample.
+    A file may store repeated values only once, in a dictionary. So the number of values and their width give
+    the size of numbers. Texts with a dictionary have no fixed width, so a few rows are read as a sample.
     """
     group = file.metadata.row_group(group_index)
-    total = 0
-    texts = []
+    group_bytes = 0
+    text_paths = []
     for i in range(group.num_columns):
         column = group.column(i)
-        # Fields in a nested column have a path such as column.list.element.
+        # A field in a nested column has a path such as column.list.element. The dot at the end keeps a name
+        # from matching a longer one.
         path = f"{column.path_in_schema}."
         if not any(path.startswith(f"{name}.") for name in names):
             continue
+        # Only byte arrays of fixed length have a length in the schema.
         width = _WIDTHS.get(column.physical_type, file.schema.column(i).length)
-        total += max(column.total_uncompressed_size, column.num_values * width)
+        group_bytes += max(column.total_uncompressed_size, column.num_values * width)
         if column.physical_type == _TEXTS and column.has_dictionary_page:
-            texts.append(column.path_in_schema)
+            text_paths.append(column.path_in_schema)
 
     text_bytes = 0
-    if texts and group.num_rows:
-        rows = file.iter_batches(
-            batch_size=_PROBED_ROWS, row_groups=[group_index], columns=texts, use_threads=False
+    if text_paths and group.num_rows:
+        batches = file.iter_batches(
+            batch_size=_SAMPLE_ROWS, row_groups=[group_index], columns=text_paths, use_threads=False
         )
-        sample = next(rows)
+        sample = next(batches)
         text_bytes = sum(plain(column).nbytes for column in sample.columns) // sample.num_rows
 
-    return int(total // max(group.num_rows, 1)) + text_bytes
+    return int(group_bytes // max(group.num_rows, 1)) + text_bytes
 
 
 def _read_schema(path: Path) -> Any:

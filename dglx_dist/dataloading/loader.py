@@ -18,7 +18,7 @@ from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
-    check_every_type_has,
+    check_edge_column,
     find_columns,
     find_edge_columns,
     read_all_weights,
@@ -97,7 +97,7 @@ def _read_draws(
         return columns, None
 
     if plan.weights is not None:
-        check_every_type_has(g, plan.weights)
+        check_edge_column(g, plan.weights)
     is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
     if plan.has_edge_weights and not is_replicated:
         raise ConfigError(

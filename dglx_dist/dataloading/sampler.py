@@ -96,36 +96,45 @@ class DrawSettings:
     def request(
         self, seeds: Mapping[str, Array], epoch: int, exclude: Mapping[EdgeType, Array], step: int = 0
     ) -> SampleRequest:
-        """Return the kernel's request for a batch with ``seeds``. ``exclude`` adds to the excluded edges."""
+        """Build the arguments of the sampling kernel for one batch.
+
+        Args:
+            seeds: Seed ids by node type.
+            epoch: Number of the epoch.
+            exclude: Edge ids by type that this batch leaves out, besides those that all batches leave out.
+            step: Number of the step. Only LABOR's draws depend on it.
+        """
         no_ids = np.empty(0, np.int64)
-        nodes = [seeds.get(ntype, no_ids) for ntype in self.schema.ntypes]
+        seed_arrays = [seeds.get(ntype, no_ids) for ntype in self.schema.ntypes]
         num_hops, num_relations = self.fanouts.shape
-        excluded = no_ids
-        exclude_ends = np.zeros(num_relations + 1, np.int64)
+
+        # The kernel gets the excluded ids of all edge types in one array, and the end of each type in it.
+        excluded_ids = no_ids
+        excluded_ends = np.zeros(num_relations + 1, np.int64)
         if exclude or self.exclude:
             id_arrays = []
             for etype in self.schema.etypes:
                 id_arrays.append(merge_ids(self.exclude.get(etype, no_ids), exclude.get(etype, no_ids)))
-            excluded = np.concatenate(id_arrays)
-            exclude_ends = _sum_lengths(id_arrays)
+            excluded_ids = np.concatenate(id_arrays)
+            excluded_ends = _sum_lengths(id_arrays)
 
-        rounds = 0
         if self.by_source is None:
+            rounds = 0
             streams = _cached_keys(self.seed, epoch, num_hops, num_relations)
         else:
-            streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
             rounds = self.by_source.rounds
+            streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
 
         return SampleRequest(
-            seeds=np.concatenate(nodes),
-            seed_ends=_sum_lengths(nodes),
+            seeds=np.concatenate(seed_arrays),
+            seed_ends=_sum_lengths(seed_arrays),
             fanouts=self.fanouts,
             streams=streams,
             replace=self.replace,
             by_source=self.by_source is not None,
             rounds=rounds,
-            exclude=excluded,
-            exclude_ends=exclude_ends,
+            exclude=excluded_ids,
+            exclude_ends=excluded_ends,
         )
 
 

@@ -337,15 +337,14 @@ def read_shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[in
     return weights_by_node
 
 
-def check_every_type_has(g: DistGraph, name: str) -> None:
-    """Raise ConfigError if an edge type does not have the column ``name``."""
+def check_edge_column(g: DistGraph, name: str) -> None:
+    """Raise ConfigError unless every edge type has the column ``name``."""
     missing_types = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
     if missing_types:
         raise ConfigError(
-            f"prob or mask names {name!r}, but {len(missing_types)} of {len(g.canonical_etypes)} "
-            f"edge types have no such column: {', '.join(map(str, missing_types))} (the first has "
-            f"{sorted(g.edges[missing_types[0]].data)}). Add the column, filled with ones to draw "
-            "all edges alike."
+            f"the column {name!r} was given as prob or mask, but {len(missing_types)} of "
+            f"{len(g.canonical_etypes)} edge types do not have it: {', '.join(map(str, missing_types))}. Add "
+            "the column to them. A column of ones draws all edges with equal probability."
         )
 
 

@@ -375,12 +375,19 @@ class RemotePlan(NamedTuple):
     """(hits,) int64 cache slots for these ids."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
-        """Return (rank, first slot, end slot) per message. ``ranks`` has the rank to ask per server."""
+        """Split the ids to request into messages with at most ``max_ids`` ids.
+
+        Args:
+            ranks: ``ranks[s]`` is the rank that is asked for ids on server s.
+
+        Returns:
+            (rank, first, end) for each message, which requests the ids ``self.ids[first:end]``.
+        """
         messages = []
-        slot_ranges = pairwise(self.server_starts.tolist())
-        for rank, (first, end) in zip(ranks, slot_ranges, strict=True):
-            for begin in range(first, end, max_ids):
-                messages.append((rank, begin, min(begin + max_ids, end)))
+        server_ranges = pairwise(self.server_starts.tolist())
+        for rank, (server_first, server_end) in zip(ranks, server_ranges, strict=True):
+            for first in range(server_first, server_end, max_ids):
+                messages.append((rank, first, min(first + max_ids, server_end)))
         return messages
 
 

@@ -150,13 +150,19 @@ def rows_to_wire(edges: InEdges) -> list[Array]:
 def rows_from_wire(
     num_rows: int, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
 ) -> InEdges:
-    """Undo :func:`rows_to_wire`. Raises ValueError as :func:`from_wire` does."""
+    """Rebuild the in-edges of ``num_rows`` nodes from the arrays that :func:`rows_to_wire` made.
+
+    Raises ValueError if the arrays do not fit each other, or as :func:`from_wire` does.
+    """
     degrees, sources, edge_ids = arrays
     destinations = np.arange(num_rows)
-    is_valid = degrees.shape == (num_rows,) and degrees.dtype == np.int64
-    # Each count is checked by itself first, because sums may overflow.
-    if not is_valid or not 0 <= degrees.min(initial=0) <= degrees.max(initial=0) <= len(sources):
-        raise ValueError(f"the answer must have {num_rows} int64 counts of edges, not {degrees.shape}")
+    if degrees.shape != (num_rows,) or degrees.dtype != np.int64:
+        raise ValueError(
+            f"the answer must have {num_rows} int64 in-degrees, not {degrees.dtype} of shape {degrees.shape}"
+        )
+    # Check each in-degree before their sum, because the sum of wrong ones may overflow.
+    if len(degrees) and (degrees.min() < 0 or degrees.max() > len(sources)):
+        raise ValueError(f"the answer has an in-degree that is not between 0 and {len(sources)}")
     if degrees.sum() != len(sources):
         raise ValueError(f"the answer has {len(sources)} edges, but its counts add up to {degrees.sum()}")
     return from_wire(

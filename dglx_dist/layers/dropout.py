@@ -96,13 +96,15 @@ class DropDraws:
 
 
 def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = INPUTS) -> Tensor:
-    """Set entries to 0, and divide the others by 1 - ``probability``.
+    """Set random entries to 0, and divide the others by 1 - ``probability``.
 
     Args:
-        x: (L0, F_p) rows.
-        draws: Keys. Their column ranges have F_p columns together.
-        stream: Different streams draw independently.
+        x: (L0, F_p) source rows with the columns that this part has.
+        probability: Probability with which an entry is set to 0.
+        draws: Seed, batch, nodes and columns, which determine the entries.
+        stream: Number of the random stream. Other streams drop other entries.
     """
+    # A relation has two streams, for its inputs and for its attention.
     stream += 2 * draws.relation
     is_kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
     return x * _scale_mask(is_kept, probability, x)

@@ -220,16 +220,16 @@ def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
             buffer.copy_(old_values)
 
 
-def random_block(targets: int, sources: int, num_edges: int, generator: torch.Generator) -> Any:
-    """Return a block with ``num_edges`` random edges, and one edge from each destination to itself.
+def random_block(num_dst: int, num_src: int, num_edges: int, generator: torch.Generator) -> Any:
+    """Return a block with ``num_edges`` random edges, and a self-loop at each destination.
 
-    ``targets`` and ``sources`` are its node counts.
+    The destinations are the first ``num_dst`` of the ``num_src`` sources.
     """
     # Some convolutions require an in-edge at every node.
-    loops = torch.arange(targets)
-    edge_sources = torch.cat([loops, torch.randint(sources, (num_edges,), generator=generator)])
-    edge_targets = torch.cat([loops, torch.randint(targets, (num_edges,), generator=generator)])
-    block = dgl.create_block((edge_sources, edge_targets), sources, targets)
-    block.srcdata[dgl.NID] = torch.arange(sources)
-    block.dstdata[dgl.NID] = loops
+    dst_ids = torch.arange(num_dst)
+    edge_sources = torch.cat([dst_ids, torch.randint(num_src, (num_edges,), generator=generator)])
+    edge_destinations = torch.cat([dst_ids, torch.randint(num_dst, (num_edges,), generator=generator)])
+    block = dgl.create_block((edge_sources, edge_destinations), num_src, num_dst)
+    block.srcdata[dgl.NID] = torch.arange(num_src)
+    block.dstdata[dgl.NID] = dst_ids
     return block

@@ -85,29 +85,38 @@ _ESTIMATE_LEGEND = "They are computing time of one process here, and bytes divid
 
 def build_plan_table(choice: Choice) -> Table:
     """Build a table with one row per candidate in the order of ``choice``. The chosen one is marked."""
-    hidden_columns = set(_TRIAL_COLUMNS)
-    seconds_legend = _ESTIMATE_LEGEND
     if any(prediction.trial for prediction in choice.predictions):
         hidden_columns = set(_ESTIMATE_COLUMNS)
         seconds_legend = _TRIAL_LEGEND
+    else:
+        hidden_columns = set(_TRIAL_COLUMNS)
+        seconds_legend = _ESTIMATE_LEGEND
     if not choice.cluster.device_memory_bytes:
         hidden_columns.add("GPU")
 
     names = [name for name in _PLAN_COLUMNS if name not in hidden_columns]
     table = _build_table(names, _PLAN_LEGEND.format(seconds=seconds_legend))
-    # The text columns: name, kind of steps and remark. Long names and remarks are wrapped.
-    for column, wraps in ((1, True), (-2, False), (-1, True)):
-        table.columns[column].justify = "left"
-        table.columns[column].no_wrap = not wraps
+    name_column = table.columns[1]
+    steps_column, remark_column = table.columns[-2:]
+    for text_column in (name_column, steps_column, remark_column):
+        text_column.justify = "left"
+    # Names and remarks may be long, so their text is wrapped.
+    name_column.no_wrap = False
+    remark_column.no_wrap = False
 
     for row, prediction in enumerate(choice.predictions):
         is_chosen = row == choice.picked
-        style = "" if _is_eligible(prediction) else "dim"
+        is_eligible = _is_eligible(prediction)
         if is_chosen:
             style = "bold"
-        # A line follows the last candidate that may be chosen.
-        is_last = row + 1 < len(choice.predictions) and not _is_eligible(choice.predictions[row + 1])
-        end_section = _is_eligible(prediction) and is_last
+        elif is_eligible:
+            style = ""
+        else:
+            style = "dim"
+
+        # A rule separates the candidates that may be chosen from the others.
+        has_next = row + 1 < len(choice.predictions)
+        end_section = is_eligible and has_next and not _is_eligible(choice.predictions[row + 1])
 
         cells = ("->" if is_chosen else "", *_format_prediction(prediction))
         named_cells = zip(_PLAN_COLUMNS, cells, strict=True)

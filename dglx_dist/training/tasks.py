@@ -19,7 +19,7 @@ from dglx_dist.dataloading.edge_loader import merge_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.split import node_split
-from dglx_dist.records import FEATURE, LABEL, SPLITS
+from dglx_dist.records import FEATURE, LABEL, SPLITS, TRAIN
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel, find_float_parameter
 from dglx_dist.training import metrics
 from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, LESS_IS_BETTER, MULTILABEL, REGRESSION
@@ -85,25 +85,33 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
 
 
 def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> None:
-    """Raise ConfigError if there are too many classes. The limit is lower if the task was guessed."""
-    manifest, minimum = g.dataset.manifest, _MAX_CLASSES_BEYOND_NODES
-    classes = manifest.num_classes.get(ntype, 0)
-    num_nodes = g.num_nodes(ntype)
-    nodes = "nodes"
-    has_names = bool(manifest.class_names.get(ntype))
-    is_guess = is_guess and _MAX_GUESSED_CLASSES < classes <= max(num_nodes, minimum) and not has_names
-    if is_guess and SPLITS[0] in g.nodes[ntype].data:
-        count = torch.tensor([len(_read_labels(g, ntype, label, SPLITS[0]))])
-        num_nodes = int(sum_over_ranks(count, g.session, phase=metrics.PHASE))
-        minimum = _MAX_GUESSED_CLASSES
-        nodes = "training nodes"
+    """Raise ConfigError if there are too many classes.
 
-    if classes > max(num_nodes, minimum):
+    There may be as many classes as nodes. If the task was guessed and classes have no names, there may only
+    be as many as training nodes, because the labels could be numbers such as prices.
+    """
+    manifest = g.dataset.manifest
+    num_classes = manifest.num_classes.get(ntype, 0)
+    num_nodes = g.num_nodes(ntype)
+    max_classes = max(num_nodes, _MAX_CLASSES_BEYOND_NODES)
+    description = "nodes"
+    remedy = ""
+
+    has_names = bool(manifest.class_names.get(ntype))
+    is_doubtful = is_guess and not has_names and _MAX_GUESSED_CLASSES < num_classes <= max_classes
+    if is_doubtful and TRAIN in g.nodes[ntype].data:
+        train_labels = _read_labels(g, ntype, label, TRAIN)
+        num_nodes = int(sum_over_ranks(torch.tensor([len(train_labels)]), g.session, phase=metrics.PHASE))
+        max_classes = max(num_nodes, _MAX_GUESSED_CLASSES)
+        description = "training nodes"
+        remedy = ", or use --task classification"
+
+    if num_classes > max_classes:
         raise ConfigError(
-            f"the labels {label!r} reach {classes - 1}: {classes} classes for {num_nodes} {nodes}. For "
-            "numbers such as prices, use --task regression (in Python task='regression'). For codes of "
-            "classes, partition with np.unique(labels, return_inverse=True)[1] as labels"
-            f"{', or use --task classification' if is_guess else ''}."
+            f"the largest label in {label!r} is {num_classes - 1}, so there would be {num_classes} classes "
+            f"for {num_nodes} {description}. If the labels are numbers such as prices, use --task regression "
+            "(in Python task='regression'). If they are codes, partition with "
+            f"np.unique(labels, return_inverse=True)[1] as labels{remedy}."
         )
 
 

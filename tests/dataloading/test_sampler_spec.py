@@ -136,7 +136,7 @@ def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
     policy = shop_graph.get_edge_partition_policy(KNOWS)
     DistTensor((shop_graph.num_edges(KNOWS),), torch.float32, "odd", part_policy=policy)
     with pytest.raises(
-        ConfigError, match=r"'odd', but 5 of 6 edge types have no such column: \('user', 'buys'"
+        ConfigError, match=r"'odd' was given as prob or mask, but 5 of 6 edge types do not have it: \('user', 'buys'"
     ):
         check_every_type_has(shop_graph, "odd")
 

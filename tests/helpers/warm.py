@@ -39,4 +39,4 @@ for module in pkgutil.walk_packages(dglx_dist.__path__, "dglx_dist."):
         _load_kernels(importlib.import_module(module.name))
 dglx_dist.report.pictures.draw = _empty
 # Tests need a choice, not a good one.
-dglx_dist.planner.trials._TURN_S = 0.01
+dglx_dist.planner.trials._MIN_FIRST_TURN_S = 0.01

@@ -17,7 +17,7 @@ from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
-    check_every_type_has,
+    check_edge_column,
     find_columns,
     read_sampler,
 )
@@ -268,5 +268,5 @@ def _is_mask(g: DistGraph, plan: SamplePlan) -> bool:
         if column is not None and column.dtype is torch.bool and column.ndim == 1:
             num_masks += 1
     if num_masks:
-        check_every_type_has(g, plan.weights)
+        check_edge_column(g, plan.weights)
     return num_masks == len(g.canonical_etypes)

@@ -421,28 +421,40 @@ class PartSide:
         ]
 
     def add_gradients(self, batch: InFlightBatch) -> None:
-        """Add the gradients to ``.grad``. Collective if a parameter is shared or replicated."""
+        """Add this batch's gradients to the ``.grad`` of all parameters and embeddings.
+
+        Ranks that hold the same columns, and parameters that all ranks hold, need sums over ranks. In both
+        cases every rank must call this.
+        """
         has_replicas = len(self._group.replicas) > 1
-        gradients = {name: batch.gradients.get(name) for name in self._cut}
+        gradients: dict[str, Tensor | None]
         if has_replicas:
             gradients = self._sum_gradients(batch, self._cut, self._sum_over_replicas)
+        else:
+            gradients = {name: batch.gradients.get(name) for name in self._cut}
         gradients |= self._sum_gradients(batch, self._shared, self._sum_over_all)
+
         for name, gradient in gradients.items():
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter = self.parameters[name]
-                addend = gradient.detach()
-                parameter.grad = addend if parameter.grad is None else parameter.grad + addend
+                batch_gradient = gradient.detach()
+                if parameter.grad is None:
+                    parameter.grad = batch_gradient
+                else:
+                    parameter.grad = parameter.grad + batch_gradient
 
+        # The input rows have gradients only if they come from an embedding, which has one node type.
         for ntype, origin in batch.origins.items():
             if not batch.source_gradients or origin.embedding is None:
                 continue
             nodes = [part_input.nodes[ntype] for part_input in batch.inputs]
             row_gradients = list(zip(nodes, batch.source_gradients, strict=True))
             if has_replicas:
-                sources = [by_type[ntype] for by_type in batch.sources]
+                sources = [sources_by_type[ntype] for sources_by_type in batch.sources]
                 row_gradients = self._gather_replicas(row_gradients, sources)
             origin.embedding.add_gradients(row_gradients)
 
+        # Clipping must know which gradients are pieces.
         mark_pieces(self._pieces, self._session, self._group.size)
 
     def _sum_gradients(

@@ -223,21 +223,32 @@ class ColumnDropout:
         self._edges = edges
 
     def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
-        """Return ``x`` with entries dropped. ``nodes`` are (n,) int64 row keys, if they are known."""
+        """Drop entries of ``x``, the same ones on every number of ranks where that is possible.
+
+        Rows that come from the cut input remember this step, and every part repeats it on its columns.
+        Other rows are dropped by the ids of their nodes or edges. Rows with unknown ids are dropped by
+        torch's random generator.
+
+        Args:
+            nodes: (n,) int64 node ids of the rows, if the caller knows them.
+        """
         dropout = self._dropout
         own_input = self._provenance.own_input
         if own_input is None or not dropout.training or dropout.p == 0:
             return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
         origin = self._provenance.find(x)
         if origin is None:
-            drop = self._provenance.dropouts.drop
-            result = drop(x, dropout.p, module=self._number, edges=self._edges, nodes=nodes)
-            return functional.dropout(x, dropout.p) if result is None else result
+            drop_by_ids = self._provenance.dropouts.drop
+            dropped = drop_by_ids(x, dropout.p, module=self._number, edges=self._edges, nodes=nodes)
+            if dropped is None:
+                # The ids of the rows are unknown.
+                return functional.dropout(x, dropout.p)
+            return dropped
 
         if dropout.inplace:
             raise ConfigError(
-                "nn.Dropout(inplace=True) would change the loader's features, which batches in flight need; "
-                "use inplace=False"
+                "nn.Dropout(inplace=True) would overwrite features of the loader that later batches use. Use "
+                "inplace=False."
             )
 
         step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)

@@ -307,7 +307,7 @@ def test_names_remedies_on_graphs_of_several_types(folders: tuple[str, str]) -> 
         r"got \(6, 2\), but the graph has the node types user, item; pass a dictionary of rows by node type",
         "got rows of 'author', but the node types are user, item",
         r"got \(2, 2\) for nodes of type 'user'.* 6 rows of them; pass what the last layer returned",
-        r"mask names 'paid', but 1 of 2 edge types have no such column: .*'bought by'.* filled with ones",
+        r"'paid' was given as prob or mask, but 1 of 2 edge types do not have it: .*'bought by'.* of ones",
         r"selects 2 of the edge types.*use block\[source, relation, destination\]",
         r"None selects 0 of the edge types.*use block\[source, relation, destination\]",
     )
