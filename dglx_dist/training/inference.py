@@ -33,7 +33,7 @@ from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
-from dglx_dist.training.eval_sample import check_fraction, estimate_all, mark_targets
+from dglx_dist.training.eval_sample import check_sample, estimate_all, mark_targets
 from dglx_dist.training.layer_check import check_layers
 from dglx_dist.training.models import InferenceLayer
 from dglx_dist.training.needed_nodes import Marks, list_needed
@@ -667,13 +667,14 @@ def evaluate(  # noqa: PLR0913 - all optional
 
     Raises:
         ConfigError: the model does not define its layers and ``num_layers`` is missing, the nodes have no
-            such ``label`` or mask, or the node type or output is ambiguous.
+            such ``label`` or mask, or the node type or output is ambiguous. On all ranks, if a mask has
+            targets but fewer than 20 in the ``sample``.
     """
-    if sample is not None:
-        check_fraction(sample)
     ntype = find_labelled_type(g, label) if ntype is None else ntype
     names = _resolve_masks(g, masks, label, ntype, task)
     metrics = list_metrics(task, metrics) if metrics else ()
+    if sample is not None:
+        check_sample(g, ntype, label, names, task, sample)
     marks = mark_targets(g, ntype, names, sample)
     options: dict[str, Any] = {
         "feature": feature,
@@ -742,8 +743,11 @@ def _select_output(leaves: Mapping[Path, DistTensor], output: str | int | None) 
 
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
     """Check ``options``, all arguments of :func:`evaluate`, without computing. Every rank must call this."""
-    _resolve_masks(g, None, options["label"], options["ntype"], options["task"])
-    list_metrics(options["task"], options["metrics"])
+    ntype, label, task = (options[name] for name in ("ntype", "label", "task"))
+    masks = _resolve_masks(g, None, label, ntype, task)
+    list_metrics(task, options["metrics"])
+    if options["sample"] is not None:
+        check_sample(g, ntype, label, masks, task, options["sample"])
     read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
     if options["batch_size"] is not None:
