@@ -185,7 +185,8 @@ class RunOptions:
     eval_sample: float | None = _of_run(
         None,
         "Share of the targets from which evaluations before the last one estimate the metrics, with their "
-        "standard errors, like 0.01. The last evaluation and that of the best epoch are exact.",
+        "standard errors, like 0.01. The last evaluation is exact. Estimates choose the "
+        "best epoch for model.safetensors. With --early-stop, it is then evaluated exactly.",
         metavar="FRACTION",
         check=Check(lambda fraction: 0 < fraction < 1, "above 0 and below 1"),
     )
@@ -265,6 +266,11 @@ def check_run(config: RunOptions) -> None:
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0. Set it to at least 1."
+        )
+    if config.eval_sample is not None and config.eval_every == 0:
+        raise ConfigError(
+            f"--eval-sample {config.eval_sample} is for evaluations before the last one, but --eval-every "
+            "is 0. Set it to at least 1, or remove --eval-sample."
         )
 
     # A function that evaluates takes no sample. FitConfig has one for links, too.

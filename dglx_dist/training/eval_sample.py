@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, sum_over_ranks
+from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.keyed_random import hash_ids, stream_key
@@ -35,10 +36,42 @@ def check_fraction(fraction: float) -> None:
         raise ConfigError(f"sample={fraction} must be above 0 and below 1. Leave it out for all targets.")
 
 
-def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float | None) -> DistTensor | None:
-    """Return marks of the nodes in one of ``masks``, or None for all nodes. Every rank must call this.
+def check_sample(
+    g: DistGraph, ntype: str, label: str, masks: Sequence[str], task: str, fraction: float
+) -> None:
+    """Raise ConfigError on all ranks unless each mask with targets has enough sampled ones for an error."""
+    check_fraction(fraction)
+    if not masks:
+        raise ConfigError(f"sample={fraction}, but there are no masks to take targets from. Leave it out.")
+    data = g.nodes[ntype].data
+    for mask in masks:
+        least_units: Array = np.empty(0)
+        for rows in split_owned_rows(g, ntype):
+            is_target = data[mask][rows].bool()
+            if task == CLASSIFICATION:
+                is_target &= data[label][rows] >= 0
+            units = _draw_units(torch.arange(rows.start, rows.stop)[is_target])
+            least_units = np.sort(np.concatenate([least_units, units]))[:_NUM_GROUPS]
+        units_of_ranks = gather_json(least_units.tolist(), g.session)
+        all_units = sorted(chain(*units_of_ranks))[:_NUM_GROUPS]
+        num_sampled = sum(unit < fraction for unit in all_units)
+        if not all_units or num_sampled == _NUM_GROUPS:
+            continue
+        remedy = "Leave it out."
+        if len(all_units) == _NUM_GROUPS:
+            # Rounding up by one millionth at most leaves the unit below the fraction.
+            remedy = f"Use at least {all_units[-1] + 1e-6:.6f}."
+        raise ConfigError(
+            f"sample={fraction} takes {num_sampled} of the targets in {mask!r}, but their standard error "
+            f"needs {_NUM_GROUPS}. {remedy}"
+        )
 
-    With a ``fraction``, a node is marked with this probability.
+
+def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float | None) -> DistTensor | None:
+    """Return marks of the nodes in one of ``masks``. Every rank must call this.
+
+    With a ``fraction``, a node is marked with this probability. Without one, return None if there are no
+    masks or nearly all nodes are marked, because a pass over all nodes needs no marks.
     """
     if not masks:
         return None
@@ -54,7 +87,6 @@ def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float
         num_marked += int(is_marked.sum())
     total = int(sum_over_ranks(torch.tensor([num_marked]), g.session, phase="control"))
     barrier(g.session, "marks of the targets")
-    # Few nodes are spared then, and a pass over all of them needs no marks.
     if fraction is None and total > 0.9 * g.num_nodes(ntype):
         marks.delete()
         return None
@@ -63,9 +95,13 @@ def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float
 
 def _is_sampled(ids: Tensor, fraction: float) -> Tensor:
     """Return for (n,) ids whether they are in the sample. It depends on nothing else."""
+    return torch.from_numpy(_draw_units(ids) < fraction)
+
+
+def _draw_units(ids: Tensor) -> Array:
+    """Return for (n,) ids a random number from 0 to 1 each. Those below the fraction are sampled."""
     # A word has 64 random bits. The upper 53 of them fit a float without rounding.
-    units = (_hash(ids, _SAMPLE) >> 11) * 2.0**-53
-    return torch.from_numpy(units < fraction)
+    return (_hash(ids, _SAMPLE) >> 11) * 2.0**-53
 
 
 def _choose_group(ids: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class FitResult:
     best_epoch: int | None = None
     """Epoch with the best first validation metric. None without evaluation."""
     best_val_accuracy: float | None = None
-    """Value of that metric, whichever it is."""
+    """Value of that metric, whichever it is. With ``eval_sample``, it is exact if ``patience`` is set."""
     first_epoch: int = 0
     """First epoch of this call. Above 0 after a resume."""
     stopped_early: bool = False

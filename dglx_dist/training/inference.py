@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +34,12 @@ from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
-from dglx_dist.training.eval_sample import check_fraction, estimate_all, mark_targets
+from dglx_dist.training.eval_sample import check_sample, estimate_all, mark_targets
 from dglx_dist.training.layer_check import check_layers
+from dglx_dist.training.layer_memory import LayerMemory
 from dglx_dist.training.models import InferenceLayer
 from dglx_dist.training.needed_nodes import Marks, list_needed
-from dglx_dist.training.node_batches import MIN_NODES, BatchLimits, ServerNodes
+from dglx_dist.training.node_batches import FIRST_BATCH, MIN_NODES, BatchLimits, ServerNodes
 from dglx_dist.training.tasks import measure, split_owned_rows
 
 if TYPE_CHECKING:
@@ -375,16 +377,27 @@ class PassStages:
     kept_dtype: torch.dtype | None = None
     """Dtype in which floating-point results are kept. None: that of the results."""
 
-    def choose_limits(self, batch_size: int | None) -> BatchLimits:
-        """Return the limits of batches of ``batch_size`` nodes. None: as many as memory allows."""
+    def choose_limits(
+        self, batch_size: int | None, memories: Sequence[LayerMemory] | None = None
+    ) -> BatchLimits:
+        """Return the limits of batches of ``batch_size`` nodes. None: as many as memory allows.
+
+        ``memories`` are those of the first batches. None: for the first batches.
+        """
         if batch_size is not None:
             return BatchLimits.from_batch_size(batch_size)
         if self.device.type != "cpu":
             return BatchLimits.from_batch_size(MIN_NODES)
-        row_bytes = []
+        if memories is None:
+            return FIRST_BATCH
+        input_bytes = Counter[str]()
         for path, tensor in self.rows.items():
-            row_bytes.append(math.prod(tensor.shape[1:]) * self.dtypes[path].itemsize)
-        return BatchLimits.from_memory(self.g.session, max(row_bytes))
+            row_bytes = math.prod(tensor.shape[1:]) * self.dtypes[path].itemsize
+            input_bytes[find_type(path, self.g)] += row_bytes
+        node_bytes = max(input_bytes.values()) + max((memory.node_bytes for memory in memories), default=0)
+        edge_bytes = max((memory.edge_bytes for memory in memories), default=0)
+        num_nodes = sum(map(self.g.num_nodes, self.g.ntypes))
+        return BatchLimits.from_memory(self.g.session, num_nodes, node_bytes, edge_bytes)
 
     def group_keys(self) -> dict[str, list[str]]:
         """Return the keys of the input rows in the store, by node type."""
@@ -527,34 +540,46 @@ def _compute_all(
     """
     g = stages.g
     limits = stages.choose_limits(batch_size)
-    batches_of = {}
+    nodes_of = {}
     share_sizes = []
     for ntype in ntypes:
-        nodes = ServerNodes(g, ntype, None if marks is None else marks[ntype])
-        first, end = nodes.get_share()
+        nodes_of[ntype] = ServerNodes(g, ntype, None if marks is None else marks[ntype])
+        first, end = nodes_of[ntype].get_share()
         share_sizes.append(end - first)
-        batches_of[ntype] = nodes.split((first, end), limits)
     counts = sum_over_ranks(torch.tensor(share_sizes), g.session, phase="control").tolist()
 
     # All ranks must know the shapes of the results before allocation, even ranks without nodes. So each rank
     # computes its first batch of each type. An empty batch is enough if no rank computes nodes of the type.
+    memories = []
+
     def compute_first_batches() -> dict[str, tuple[Array, dict[Path, Tensor]]]:
         batches = {}
-        for (ntype, id_arrays), count in zip(batches_of.items(), counts, strict=True):
-            ids = next(id_arrays, np.arange(0) if count == 0 else None)
+        for (ntype, nodes), count in zip(nodes_of.items(), counts, strict=True):
+            ids = next(nodes.split(nodes.get_share(), limits), np.arange(0) if count == 0 else None)
             if ids is not None:
-                batches[ntype] = ids, stages.run(stages.load(ntype, ids))
+                batch = stages.load(ntype, ids)
+                with LayerMemory(batch.blocks[0]) as memory:
+                    batches[ntype] = ids, stages.run(batch)
+                memories.append(memory)
         return batches
 
     first_batches = run_on_all_ranks(g.session, compute_first_batches, ConfigError)
     results = _allocate_rows(g, {ntype: leaves for ntype, (_, leaves) in first_batches.items()})
 
+    later_limits = stages.choose_limits(batch_size, memories)
+
     def fill() -> None:
+        shares = {ntype: nodes.get_share() for ntype, nodes in nodes_of.items()}
         while first_batches:
             ntype, (ids, leaves) = first_batches.popitem()
             _write_rows(results, ntype, ids, leaves)
+            shares[ntype] = shares[ntype][0] + len(ids), shares[ntype][1]
         # One thread loads the next batch while this thread computes.
-        later_batches = ((ntype, ids) for ntype, id_arrays in batches_of.items() for ids in id_arrays)
+        later_batches = (
+            (ntype, ids)
+            for ntype, nodes in nodes_of.items()
+            for ids in nodes.split(shares[ntype], later_limits)
+        )
         for batch in run_ahead(lambda item: stages.load(*item), later_batches, depth=1, num_threads=1):
             _write_rows(results, batch.ntype, batch.ids, stages.run(batch))
 
@@ -667,13 +692,14 @@ def evaluate(  # noqa: PLR0913 - all optional
 
     Raises:
         ConfigError: the model does not define its layers and ``num_layers`` is missing, the nodes have no
-            such ``label`` or mask, or the node type or output is ambiguous.
+            such ``label`` or mask, or the node type or output is ambiguous. On all ranks, if a mask has
+            targets but fewer than 20 in the ``sample``.
     """
-    if sample is not None:
-        check_fraction(sample)
     ntype = find_labelled_type(g, label) if ntype is None else ntype
     names = _resolve_masks(g, masks, label, ntype, task)
     metrics = list_metrics(task, metrics) if metrics else ()
+    if sample is not None:
+        check_sample(g, ntype, label, names, task, sample)
     marks = mark_targets(g, ntype, names, sample)
     options: dict[str, Any] = {
         "feature": feature,
@@ -742,8 +768,11 @@ def _select_output(leaves: Mapping[Path, DistTensor], output: str | int | None) 
 
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
     """Check ``options``, all arguments of :func:`evaluate`, without computing. Every rank must call this."""
-    _resolve_masks(g, None, options["label"], options["ntype"], options["task"])
-    list_metrics(options["task"], options["metrics"])
+    ntype, label, task = (options[name] for name in ("ntype", "label", "task"))
+    masks = _resolve_masks(g, None, label, ntype, task)
+    list_metrics(task, options["metrics"])
+    if options["sample"] is not None:
+        check_sample(g, ntype, label, masks, task, options["sample"])
     read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
     if options["batch_size"] is not None:

@@ -213,7 +213,8 @@ class TrainingRun:
             return
         has_validation = False
         if config.own_task is None:
-            check_evaluable(self._step.model, self._g, self._evaluate_options)
+            options = {**self._evaluate_options, "sample": config.eval_sample}
+            check_evaluable(self._step.model, self._g, options)
             has_validation = VALIDATION in self._g.nodes[str(config.ntype)].data
         if not has_validation:
             self._check_patience()
@@ -274,7 +275,8 @@ class TrainingRun:
 
     def _replace_estimates(self) -> None:
         """Evaluate exactly if the scores of the result are estimates. Every rank must call this."""
-        if not any(name.endswith(STANDARD_ERROR) for name in self.result.metrics):
+        is_estimated = any(name.endswith(STANDARD_ERROR) for name in self.result.metrics)
+        if self._config.evaluate is not None or not is_estimated:
             return
         accuracy, metrics = _split_scores(evaluate(self._step.model, self._g, **self._evaluate_options))
         score = metrics.get(f"val_{self._deciding_metric}", accuracy.get(VALIDATION))

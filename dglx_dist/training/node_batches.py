@@ -22,13 +22,13 @@ _MAX_DEGREE = 512
 """Maximum mean in-degree of a full batch. Above it, batches get fewer nodes to save memory."""
 
 MIN_NODES = 4096
-"""Destinations of a batch if memory is short or unknown."""
+"""Destinations or in-edges of a batch if memory is short, and destinations if it is unknown."""
 
 _BATCH_BYTES = 1 << 30
 """Memory of a batch. A larger batch reads fewer rows twice, but beyond this size the gain is small."""
 
 _EDGE_BYTES = 64
-"""Memory of an edge of a batch without rows: its source, its id, and copies of them."""
+"""Memory of an edge of a batch besides its rows: its source, its id, and copies of them."""
 
 _NODE_WORK = 8
 """Work of a destination without in-edges, as a number of in-edges. Measured with GraphSAGE 64 x 64."""
@@ -49,17 +49,31 @@ class BatchLimits:
         return cls(nodes=batch_size, edges=_MAX_DEGREE * batch_size)
 
     @classmethod
-    def from_memory(cls, session: Session, row_bytes: int) -> BatchLimits:
-        """Return the limits of batches whose sources have rows of ``row_bytes``.
+    def from_memory(cls, session: Session, num_nodes: int, node_bytes: int, edge_bytes: int) -> BatchLimits:
+        """Return the limits of batches that take at most :data:`_BATCH_BYTES`.
 
-        A batch takes at most :data:`_BATCH_BYTES`, and all ranks of the machine a quarter of its free memory.
+        The limits are the same in every run, so that results are, too. Only if memory is short, batches are
+        halved until those of all ranks of the machine take a quarter of its free memory.
+
+        Args:
+            num_nodes: Number of nodes of the graph. A batch has no more sources.
+            node_bytes: Bytes of all rows of a source and a destination.
+            edge_bytes: Bytes of all rows of an edge.
         """
         num_ranks = session.hosts.count(session.hosts[session.topology.rank])
-        num_bytes = min(_BATCH_BYTES, machine_memory()[1] // (4 * num_ranks))
-        # Layers may hold a row for each edge and for each destination.
-        num_items = num_bytes // (_EDGE_BYTES + row_bytes)
-        smallest = cls.from_batch_size(MIN_NODES)
-        return cls(nodes=max(smallest.nodes, num_items), edges=max(smallest.edges, num_items))
+        free_bytes = machine_memory()[1] // (4 * num_ranks)
+        num_bytes = _BATCH_BYTES
+        while num_bytes > max(free_bytes, 1):
+            num_bytes //= 2
+        edge_bytes += _EDGE_BYTES
+        num_items = num_bytes // (edge_bytes + node_bytes)
+        # On a dense graph, edges share sources.
+        num_items = max(num_items, (num_bytes - num_nodes * node_bytes) // edge_bytes, MIN_NODES)
+        return cls(nodes=num_items, edges=num_items)
+
+
+FIRST_BATCH = BatchLimits(nodes=MIN_NODES, edges=32 * MIN_NODES)
+"""Limits of a batch from which the memory of larger ones is estimated."""
 
 
 @final

@@ -14,6 +14,7 @@ import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import SPLITS
 from dglx_dist.report.tables import build_epoch_table
 from dglx_dist.training import needed_nodes
@@ -194,6 +195,60 @@ def test_final_scores_of_a_run_are_exact(folder: Path, patience: int | None) -> 
     assert " ± " not in format_epoch(last)
 
 
+def evaluate_small_samples(folder: str) -> None:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        model = make_model()
+        with pytest.raises(ConfigError, match="takes 0 of the targets in 'train_mask'") as refusal:
+            evaluate(model, g, sample=1e-9)
+        least = float(str(refusal.value).split("Use at least ")[1].rstrip("."))
+        with pytest.raises(ConfigError, match="takes 19 of the targets in 'train_mask'"):
+            evaluate(model, g, ["train_mask"], sample=least - 2e-6)
+        assert evaluate(model, g, ["train_mask"], sample=least)["train_accuracy_se"] > 0
+        with pytest.raises(ConfigError, match="there are no masks to take targets from"):
+            evaluate(model, g, masks=[], sample=0.5)
+        assert evaluate(model, g, masks=[]) == {}
+        policy = g.get_node_partition_policy("_N")
+        g.ndata["few"] = DistTensor((g.num_nodes(),), torch.bool, "few", part_policy=policy)
+        if g.rank() == 0:
+            g.ndata["few"][torch.arange(19)] = True
+        g.barrier()
+        with pytest.raises(ConfigError, match=r"of the targets in 'few'.* needs 20\. Leave it out"):
+            evaluate(model, g, "few", sample=0.99)
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2)])
+def test_too_small_sample_is_refused_on_all_ranks(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    run_ranks(evaluate_small_samples, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
+
+
+def test_too_small_sample_is_refused_before_training(folder: Path) -> None:
+    steps = []
+
+    class Model(type(make_model())):  # type: ignore[misc]
+        def forward(self, blocks: Any, rows: Any) -> Any:
+            steps.append(rows)
+            return super().forward(blocks, rows)
+
+    model = make_model()
+    model.__class__ = Model
+    with dx.init(seed=0):
+        config = FitConfig(epochs=3, eval_sample=1e-9, patience=2, show_progress=False)
+        with pytest.raises(ConfigError, match="takes 0 of the targets"):
+            dx.fit(model, dx.DistGraph(str(folder)), fanouts=[4, 4], batch_size=40, config=config)
+    assert not steps
+
+
+def test_own_evaluation_is_not_replaced_by_the_exact_one(folder: Path) -> None:
+    """Its standard error looks like that of an estimate."""
+    with dx.init(seed=0):
+        g = dx.DistGraph(str(folder))
+        scores = {"val_mask": 0.5, "val_accuracy_se": 0.1}
+        config = FitConfig(epochs=3, patience=1, evaluate=lambda _: scores, show_progress=False)
+        _, result = dx.fit(make_model(), g, fanouts=[4, 4], batch_size=40, config=config)
+        assert result.accuracy | result.metrics == scores
+
+
 def test_sample_is_refused_where_it_cannot_hold(folder: Path) -> None:
     with dx.init():
         g = dx.DistGraph(folder)
@@ -203,5 +258,7 @@ def test_sample_is_refused_where_it_cannot_hold(folder: Path) -> None:
     config = FitConfig(epochs=1)
     with pytest.raises(ConfigError, match="eval_sample=1 must be above 0 and below 1"):
         replace(config, eval_sample=1)
+    with pytest.raises(ConfigError, match=r"--eval-sample 0.1 .*, but --eval-every is 0"):
+        replace(config, eval_sample=0.1, eval_every=0)
     with pytest.raises(ConfigError, match=r"--eval-sample 0.1 is for .* a function of its own"):
         replace(config, eval_sample=0.1, evaluate=LinkEvaluation)

@@ -16,9 +16,9 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph import cache
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.training import inference
+from dglx_dist.training import inference, node_batches
 from dglx_dist.training.inference import evaluate, layerwise_inference
-from dglx_dist.training.node_batches import ServerNodes
+from dglx_dist.training.node_batches import BatchLimits, ServerNodes
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -149,3 +149,38 @@ def test_hidden_rows_are_kept_in_half_precision(folder: str) -> None:
             infer(layers=[lambda b, h: 7e4 * h[: b.num_dst_nodes()]] * 2, hidden_dtype=torch.float16)
         with pytest.raises(ConfigError, match=r"hidden_dtype=torch\.float16 is for rows between layers"):
             evaluate(model, g, [], num_layers=1, hidden_dtype=torch.float16, label="feat", task="regression")
+
+
+@pytest.mark.parametrize(("width", "edge_width", "limit"), [(1, 0, 99), (128, 0, 25), (1, 64, 17)])
+def test_memory_of_a_batch_counts_results_and_rows_of_edges(
+    folder: str, monkeypatch: pytest.MonkeyPatch, width: int, edge_width: int, limit: int
+) -> None:
+    """A node has 8 bytes of input and its result. An edge has 64 bytes and three of its rows."""
+    monkeypatch.setattr(node_batches, "_BATCH_BYTES", 15_000)
+    monkeypatch.setattr(node_batches, "MIN_NODES", 1)
+    monkeypatch.setattr(inference, "FIRST_BATCH", BatchLimits(nodes=1, edges=1))
+    sizes = []
+
+    def widen(block: Any, _: Any) -> Any:
+        sizes.append(block.num_dst_nodes())
+        torch.zeros(block.num_edges(), edge_width)
+        return torch.zeros(block.num_dst_nodes(), width)
+
+    with start_session():
+        layerwise_inference(torch.nn.Linear(1, 1), DistGraph(folder), layers=[widen]).delete()
+    assert (sizes[:2], sum(sizes)) == ([1, limit], NODES)
+
+
+def test_limits_are_equal_in_every_run_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_session() as session:
+
+        def choose(free_bytes: int, num_nodes: int = 1 << 40) -> int:
+            monkeypatch.setattr(node_batches, "machine_memory", lambda: (1 << 50, free_bytes))
+            return BatchLimits.from_memory(session, num_nodes, 64, 128).edges
+
+        full = node_batches._BATCH_BYTES
+        assert choose(1 << 40) == choose(4 * full) == full // 256
+        assert choose(4 * full - 1) == choose(2 * full) == full // 512
+        assert choose(0) == node_batches.MIN_NODES
+        # All nodes fit, and other rows of the batch are those of edges.
+        assert choose(1 << 40, num_nodes=1000) == (full - 64_000) // 192
