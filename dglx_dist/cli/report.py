@@ -63,6 +63,7 @@ def inspect(config: InspectCommand) -> None:
 
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
+    from dglx_dist.data.storage.columns import CACHE
     from dglx_dist.data.storage.reader import open_dataset
     from dglx_dist.memory import format_bytes
     from dglx_dist.report.pictures import draw_parts
@@ -85,7 +86,7 @@ def inspect(config: InspectCommand) -> None:
     cells["on disk"] = [format_bytes(size) for size in sizes]
     show(build_parts_table(cells))
 
-    target = config.picture or config.folder / "cache" / PICTURE
+    target = config.picture or dataset.folder / CACHE / PICTURE
     if config.closure:
         _show_closure(dataset, target, config)
     columns["MB on disk"] = [size / 1e6 for size in sizes]

@@ -423,7 +423,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         def append(record: EpochRecord) -> None:
             if is_writer:
                 append_epoch(folder, record)
-                run.push()
+                _push_or_warn(run)
 
         wrapped, result = _fit(plan, g, target, built, facts, start, append, folder)
 
@@ -437,6 +437,14 @@ def train_dataset(plan: TrainConfig) -> Trained:
         run_on_all_ranks(session, lambda: run.push() if is_writer else None)
         _write_outputs(plan, wrapped, inputs, g, target)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
+
+
+def _push_or_warn(run: RunStore) -> None:
+    """Upload changed files. After an error, the next call uploads them, because training is worth more."""
+    try:
+        run.push()
+    except StorageError as error:
+        say(f"warning: {error} Training continues, and the next epoch uploads again.", style="yellow")
 
 
 def _announce(plan: TrainConfig, g: DistGraph, target: Target) -> None:
@@ -556,6 +564,7 @@ def train_seeds(plan: TrainConfig) -> Trained:
     summary = spread(runs)
     if trained.rank == 0:
         run = RunStore(plan.out)
+        run.pull()  # Local files of an earlier run must not replace those of the store.
         run.folder.mkdir(parents=True, exist_ok=True)
         run_folder.write_json(run.folder / SUMMARY, summary)
         run.push()

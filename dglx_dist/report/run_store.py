@@ -37,16 +37,20 @@ class RunStore:
         self._stamps = self._read_stamps()
 
     def push(self) -> None:
-        """Upload the files that have changed, the summary last, and delete those that are gone."""
+        """Upload the files that have changed, the summary last, and delete those that are gone.
+
+        After a StorageError, the next call repeats what is missing.
+        """
         if self._store is None:
             return
         stamps = self._read_stamps()
         changed = [name for name, stamp in stamps.items() if stamp != self._stamps.get(name)]
         for name in sorted(changed, key=lambda name: (name == SUMMARY, name)):
             self._store.put(name, self.folder / name)
+            self._stamps[name] = stamps[name]
         for name in self._stamps.keys() - stamps.keys():
             self._store.delete(name)
-        self._stamps = stamps
+            del self._stamps[name]
 
     def _read_stamps(self) -> dict[str, tuple[int, int]]:
         stamps = {}

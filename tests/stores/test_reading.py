@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -15,6 +19,7 @@ import pytest
 
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage import object_store, remote
+from dglx_dist.data.storage.columns import FileInfo
 from dglx_dist.data.storage.files import lock_exclusive
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset, open_structure
 from dglx_dist.data.storage.writer import write_dataset
@@ -132,18 +137,18 @@ import os, sys
 from dglx_dist.data.storage import remote
 from dglx_dist.data.storage.files import lock_exclusive
 from dglx_dist.data.storage.reader import open_dataset
-def append(store, name, write, first_byte, expected):
-    for chunk in store.read(name, first_byte, expected.num_bytes - first_byte):
-        write(chunk)
+def append(download, file, name, first_byte, end):
+    for chunk in download._store.read(name, first_byte, end - first_byte):
+        file.write(chunk)
         os.kill(os.getpid(), 9)
-remote._append = append
+remote._Download._append = append
 open_dataset({large!r}).part(0).node_data("_N", "feat")
 """
     killed = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.getcwd()}, check=False
     )
     assert killed.returncode == -9
-    (part,) = cache.rglob("feat.arrow.part")
+    (part,) = cache.rglob("*.parts/**/feat.arrow")
     size_of_part = part.stat().st_size
     assert size_of_part == object_store._CHUNK_BYTES
     store.sent.clear()
@@ -151,14 +156,14 @@ open_dataset({large!r}).part(0).node_data("_N", "feat")
     assert rows.tobytes() == features(open_dataset(tmp_path / "large")).tobytes()
     size = open_dataset(tmp_path / "large").manifest.files[FEATURE].num_bytes
     assert store.count_bytes("feat") == size - size_of_part
-    assert not list(cache.rglob("*.part"))
+    assert not [path for path in cache.rglob("*.parts/**/*") if path.is_file()]
 
 
 def test_wrong_first_bytes_of_a_killed_download_are_fetched_again(
     large: str, cache: Path, tmp_path: Path
 ) -> None:
     dataset = open_dataset(large)
-    part = dataset.folder / (FEATURE + remote.PART_SUFFIX)
+    part = remote.parts_folder(dataset.folder) / FEATURE
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 1000)
     assert features(dataset).tobytes() == features(open_dataset(tmp_path / "large")).tobytes()
@@ -174,15 +179,52 @@ def test_two_threads_download_a_file_once(large: str, store: StandIn) -> None:
     assert store.count_bytes("feat") == datasets[0].manifest.files[FEATURE].num_bytes
 
 
-def test_waiting_for_another_process_ends(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_another_process_ends(
+    large: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = open_dataset(large)
-    part = dataset.folder / (FEATURE + remote.PART_SUFFIX)
+    part = remote.parts_folder(dataset.folder) / FEATURE
     lock = lock_exclusive(part, 0.0)
     monkeypatch.setattr(remote, "_LOCK_LIMIT_S", 0.1)
     with pytest.raises(StorageError, match=f"another process has not finished {large}/{FEATURE}: "):
         dataset.fetch_parts([0])
+    assert caplog.text.count("waiting for another process that downloads") == 1
     os.close(lock)
     dataset.fetch_parts([0])
+
+
+def test_waiting_continues_while_the_other_process_downloads(
+    large: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(large)
+    part = remote.parts_folder(dataset.folder) / FEATURE
+    lock = lock_exclusive(part, 0.0)
+    monkeypatch.setattr(remote, "_POLL_S", 0.01)
+    monkeypatch.setattr(remote, "_LOCK_LIMIT_S", 2.0)
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(dataset.fetch_parts, [0])
+        for _ in range(10):
+            time.sleep(0.4)
+            os.write(lock, b"x")
+        assert not task.done()
+        os.close(lock)
+        task.result()
+
+
+@pytest.mark.parametrize("change", ["unlink", "rename"])
+def test_waiter_does_not_lock_a_file_that_is_gone(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = lock_exclusive(path, 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(lock_exclusive, path, 30.0)
+        time.sleep(0.5)
+        path.unlink() if change == "unlink" else path.rename(tmp_path / "published")
+        os.close(first)
+        second = task.result()
+    assert os.path.samestat(os.fstat(second), path.stat())
+    with pytest.raises(StorageError, match="another job uses"):
+        lock_exclusive(path, 0.0)
+    os.close(second)
 
 
 def test_throttled_requests_are_repeated(address: str, store: StandIn, tmp_path: Path) -> None:
@@ -208,7 +250,7 @@ def corrupt(*, keep_checksum: bool) -> Fault:
 @pytest.mark.parametrize(
     ("keep_checksum", "message"),
     [
-        (False, "is damaged: its checksum is .*upload the dataset"),
+        (False, "is damaged: its checksum is .*Upload the dataset"),
         (True, "differs from the checksum .*upload it"),
     ],
 )
@@ -377,6 +419,104 @@ def test_tables_that_change_meanwhile_are_refused(tables: str, store: StandIn, b
     store.fail("GET", "edges.csv", change)
     with pytest.raises(StorageError, match=r"shop/nodes.csv .*(too short|changed while it was read)"):
         load_dataset(tables)
+
+
+def test_names_of_objects_do_not_collide(tables: str, store: StandIn, bucket: str) -> None:
+    """An object may be called like the unfinished file of another one."""
+    for name in ("edges.csv.part", "edges.csv.parts", "edges.csv.partial"):
+        store.client().put_object(Bucket=bucket, Key=f"shop/{name}", Body=b"x" * 9)
+    assert Path(remote.fetch_objects(tables), "edges.csv").read_text() == EDGES
+    for name in ("a/../b", "./a", "../a", "/a", "nodes.csv/a"):
+        store.client().put_object(Bucket=bucket, Key=f"shop/{name}", Body=b"x")
+        with pytest.raises(StorageError, match=r"is no path; rename it|is an object and the folder of"):
+            remote.fetch_objects(tables)
+        store.client().delete_object(Bucket=bucket, Key=f"shop/{name}")
+    store.client().put_object(Bucket=bucket, Key="shop/..a", Body=b"x")
+    assert Path(remote.fetch_objects(tables), "..a").read_text() == "x"
+
+
+def test_copy_of_changed_objects_is_not_published(
+    tables: str, store: StandIn, bucket: str, cache: Path
+) -> None:
+    """A kill between download and check must not leave new bytes where the old version belongs."""
+
+    def change(application: object, environ: object, start_response: object) -> object:
+        store.client().put_object(
+            Bucket=bucket, Key="shop/edges.csv", Body=EDGES.replace("2,0", "2,1").encode()
+        )
+        return application(environ, start_response)  # type: ignore[operator]
+
+    before = Path(remote.fetch_objects(f"{tables}/nodes.csv"))
+    store.fail("GET", "shop/edges.csv", change)
+    with pytest.raises(StorageError, match="changed while it was read"):
+        remote.fetch_objects(tables)
+    assert before.read_text() == NODES
+    store.client().put_object(Bucket=bucket, Key="shop/edges.csv", Body=EDGES.encode())
+    assert Path(remote.fetch_objects(tables), "edges.csv").read_text() == EDGES
+    assert not list(cache.rglob("*.new"))
+
+
+def test_first_error_stops_other_downloads(large: str, store: StandIn) -> None:
+    dataset = open_dataset(large)
+    # Its chunks arrive slowly, until the error of another file stops it.
+    store.fail("GET", "feat", send_slowly(0.2))
+    store.fail("GET", "indptr", answer("403 Forbidden", "AccessDenied"))
+    begin = time.monotonic()
+    with pytest.raises(StorageError, match=r"no permission for .*indptr"):
+        dataset.fetch_parts([0])
+    assert time.monotonic() - begin < 8.0
+    assert (remote.parts_folder(dataset.folder) / FEATURE).stat().st_size < 3_200_000
+
+
+def send_slowly(pause_s: float) -> Fault:
+    """Send a body in 100 pieces, with a pause after each."""
+
+    def apply(application: Any, environ: Any, start_response: Any) -> Iterator[bytes]:
+        body = b"".join(application(environ, start_response))
+        step = len(body) // 100 + 1
+
+        def chunks() -> Iterator[bytes]:
+            for first in range(0, len(body), step):
+                yield body[first : first + step]
+                time.sleep(pause_s)
+
+        return chunks()
+
+    return apply
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address of a server of HTTP that ignores ranges, for the folder ``web``."""
+    (tmp_path / "web").mkdir()
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "web"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_resume_from_a_server_without_ranges_is_exact(web: str, cache: Path, tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (tmp_path / "web" / "table.bin").write_bytes(content)
+    address = f"{web}/table.bin"
+    files = {"": FileInfo(num_bytes=len(content), checksum="")}
+    target = tmp_path / "copy" / "table.bin"
+    remote.parts_folder(target).parent.mkdir()
+    remote.parts_folder(target).write_bytes(content[: 1 << 20])
+    remote.fetch_files(object_store.open_store(address), target, files)
+    assert target.read_bytes() == content
+    assert Path(remote.fetch_objects(address)).read_bytes() == content
+    with pytest.raises(StorageError, match=r"table.bin than were requested; it must support range requests"):
+        list(object_store.open_store(address).read("", 1 << 20, 1 << 20))
+
+
+def test_large_object_of_a_server_without_ranges(
+    web: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_FSSPEC_CHUNK_BYTES", 1000)
+    (tmp_path / "web" / "table.bin").write_bytes(bytes(range(250)) * 20)
+    assert Path(remote.fetch_objects(f"{web}/table.bin")).read_bytes() == bytes(range(250)) * 20
 
 
 def test_addresses_of_fsspec_are_read(tmp_path: Path, cache: Path) -> None:

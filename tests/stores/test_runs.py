@@ -14,7 +14,7 @@ from dglx_dist.report.run_store import RunStore
 from dglx_dist.training.export import check_target
 from tests.data.storage.graphs import random_homogeneous
 from tests.helpers.commands import dglx
-from tests.helpers.object_store import StandIn
+from tests.helpers.object_store import StandIn, answer
 from tests.stores.conftest import SECRET
 
 
@@ -79,6 +79,40 @@ def test_run_resumes_from_the_store_alone(
     assert "epoch" in run("report", address)
     run("predict", address, "--out", f"s3://{bucket}/single/answers.parquet")
     assert read_table(store, bucket, "single/", tmp_path) == expected
+
+
+def test_stale_local_files_are_not_uploaded_by_seeds(
+    store: StandIn, bucket: str, cache: Path, dataset: Path
+) -> None:
+    """The folder in the cache has files of an earlier run, and the store one of another machine."""
+    address = f"s3://{bucket}/seeds"
+    folder = RunStore(address).folder
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("stale")
+    store.client().put_object(Bucket=bucket, Key="seeds/other.txt", Body=b"kept")
+    run("train", str(dataset), "--ranks", "1", "--seeds", "0,1", "--epochs", "1", "--out", address)
+    entries = store.client().list_objects_v2(Bucket=bucket, Prefix="seeds/", Delimiter="/")["Contents"]
+    assert [entry["Key"] for entry in entries] == ["seeds/other.txt", "seeds/summary.json"]
+
+
+def test_failed_upload_of_an_epoch_does_not_end_training(
+    store: StandIn, bucket: str, cache: Path, dataset: Path
+) -> None:
+    address = f"s3://{bucket}/run"
+    # The first upload is that of the start. The second epoch uploads what the first one could not.
+    store.fail("PUT", "metrics.jsonl", answer("403 Forbidden", "AccessDenied"))
+    common = ("train", str(dataset), "--ranks", "2", "--batch-size", "25")
+    done = dglx(*common, "--epochs", "2", "--out", address)
+    assert done.returncode == 0, done.stderr
+    output = " ".join((done.stdout + done.stderr).split())
+    assert f"warning: no permission for {address}/metrics.jsonl (AccessDenied)" in output
+    body = store.client().get_object(Bucket=bucket, Key="run/metrics.jsonl")["Body"].read()
+    assert [json.loads(line)["epoch"] for line in body.decode().splitlines()] == [0, 1]
+    # The last upload has no next one, so its error is that of the run, on all ranks.
+    store.fail("PUT", "summary.json", answer("403 Forbidden", "AccessDenied"))
+    done = dglx(*common, "--epochs", "1", "--out", f"{address}-2")
+    assert done.returncode != 0
+    assert f"no permission for {address}-2/summary.json" in " ".join(done.stderr.split())
 
 
 def test_foreign_objects_are_not_replaced_by_predictions(store: StandIn, bucket: str, cache: Path) -> None:

@@ -115,3 +115,11 @@ def test_commands_take_an_address(address: str, store: StandIn, bucket: str, tmp
     done = dglx("inspect", address, "--picture", str(tmp_path / "a.png"))
     assert done.returncode == 0, done.stderr
     assert f"{NUM_PARTS} parts" in " ".join(done.stdout.split())
+
+
+def test_inspect_draws_into_the_cache(address: str, cache: Path) -> None:
+    done = dglx("inspect", address)
+    assert done.returncode == 0, done.stderr
+    (picture,) = cache.rglob("cache/partition.png")
+    assert str(picture) in "".join(done.stdout.split())
+    assert not Path("s3:").exists()

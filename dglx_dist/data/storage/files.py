@@ -269,15 +269,15 @@ def lock_exclusive(path: Path, limit_s: float) -> int:
     On a file system without locks, the descriptor has no lock. Raises StorageError if another process holds
     the lock for ``limit_s``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + limit_s
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(lock)
             if time.monotonic() > deadline:
-                os.close(lock)
                 raise StorageError(
                     f"another job uses {path.parent} (it holds {path.name}); wait for it, or "
                     "choose another folder"
@@ -286,7 +286,10 @@ def lock_exclusive(path: Path, limit_s: float) -> int:
         except OSError:
             return lock
         else:
-            return lock
+            # Another process may have removed or renamed the file before it was locked.
+            if _is_at(lock, path):
+                return lock
+            os.close(lock)
 
 
 @contextmanager

@@ -83,8 +83,8 @@ class ObjectStore(ABC):
     def read(self, name: str, first_byte: int, num_bytes: int) -> Generator[bytes, None, None]:
         """Yield ``num_bytes`` bytes from ``first_byte`` on, in chunks. Broken connections are opened again.
 
-        Raises MissingObjectError, and StorageError if no byte arrives in several attempts, or the object is
-        too short.
+        Raises MissingObjectError, DamagedObjectError if the store sends more bytes than that, and
+        StorageError if no byte arrives in several attempts, or the object is too short.
         """
         end = first_byte + num_bytes
         num_tries = 0
@@ -93,6 +93,11 @@ class ObjectStore(ABC):
             try:
                 for chunk in self._iterate(name, first_byte, end):
                     first_byte += len(chunk)
+                    if first_byte > end:
+                        raise DamagedObjectError(
+                            f"the store sent more bytes of {self.locate(name)} than were requested; it must "
+                            "support range requests"
+                        )
                     yield chunk
                 if first_byte < end:
                     raise _TransientError(f"the store ended the object at byte {first_byte} of {end}")
@@ -263,7 +268,9 @@ class S3Store(ObjectStore):
                 # The prefix also matches name-2/, beside name/.
                 if entry["Key"].endswith("/") or (self._key and name and not name.startswith("/")):
                     continue
-                info = ObjectInfo(num_bytes=entry["Size"], version=entry["ETag"])
+                # An earlier content that comes back has another time, and gets another local copy.
+                version = f"{entry['ETag']} {entry['LastModified']}"
+                info = ObjectInfo(num_bytes=entry["Size"], version=version)
                 infos[name.removeprefix("/")] = info
         return infos
 
@@ -350,6 +357,8 @@ class FsspecStore(ObjectStore):
             size = last - first_byte
             chunk = self._wait(self._files.cat_file, path, first_byte, last, num_bytes=size)
             yield chunk
+            if first_byte == 0 and len(chunk) > size:
+                return  # The server has ignored the range and sent the complete object.
             first_byte += len(chunk)
             if len(chunk) < size:
                 return

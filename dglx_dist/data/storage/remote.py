@@ -1,20 +1,25 @@
 """Local copies of tables and datasets in an object store, and uploads of finished datasets.
 
 Copies are in the folder ``DGLX_DATASET_CACHE``. A file under its own name is complete. During the download it
-is ``NAME.part``. A lock on it keeps other processes of the machine from downloading it, too.
+is in another folder, see :func:`parts_folder`. A lock on it keeps other processes of the machine from
+downloading it, too. Locks hold for one machine.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from threading import Event
 from typing import final
 
 from dglx_dist.data.storage.columns import CACHE, MANIFEST, FileInfo, checksum, safe_name
@@ -27,6 +32,7 @@ from dglx_dist.data.storage.files import (
 from dglx_dist.data.storage.object_store import (
     DamagedObjectError,
     MissingObjectError,
+    ObjectInfo,
     ObjectStore,
     open_store,
 )
@@ -35,11 +41,13 @@ from dglx_dist.internals.cache_folder import find_dataset_cache
 from dglx_dist.options import find_address
 from dglx_dist.progress import progress
 
-PART_SUFFIX = ".part"
 _NUM_THREADS = 8
-_LOCK_LIMIT_S = 3600.0
+_LOCK_LIMIT_S = 900.0
+"""Longest wait for another process that downloads nothing. A request and its repeats take 5 minutes."""
+_POLL_S = 0.2
 _PROGRESS_BYTES = 1 << 28
 _DATASET_NAME = re.compile(r"manifest\.json|part\d+/.+")
+log = logging.getLogger(__name__)
 
 
 def cache_folder(store: ObjectStore) -> Path:
@@ -57,76 +65,125 @@ def fetch_files(store: ObjectStore, folder: Path, files: Mapping[str, FileInfo])
         files: Size and checksum by name. An empty checksum is not compared.
 
     Raises:
-        StorageError: an object is missing, differs from its checksum, or cannot be read, or the folder
-            cannot be written.
+        StorageError: an object is missing, differs from its size or checksum, or cannot be read, or the
+            folder cannot be written. The other downloads stop at their next chunk.
     """
     missing = [name for name in files if not (folder / name).exists()]
     num_bytes = sum(files[name].num_bytes for name in missing)
     is_large = num_bytes > _PROGRESS_BYTES
+    download = _Download(store, folder)
     with (
         name_write_failures(folder),
         progress(f"Fetching {store.locate()}", num_bytes, enabled=is_large) as advance,
         ThreadPoolExecutor(_NUM_THREADS) as pool,
     ):
-        tasks = [pool.submit(_fetch_file, store, name, folder / name, files[name]) for name in missing]
+        names = {pool.submit(download.fetch, name, files[name]): name for name in missing}
         try:
-            for name, task in zip(missing, tasks, strict=True):
+            for task in as_completed(names):
                 task.result()
-                advance(files[name].num_bytes)
+                advance(files[names[task]].num_bytes)
         finally:
+            download.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _fetch_file(store: ObjectStore, name: str, target: Path, expected: FileInfo) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + PART_SUFFIX)
-    try:
-        lock = lock_exclusive(part, _LOCK_LIMIT_S)
-    except StorageError as error:
-        raise StorageError(f"another process has not finished {store.locate(name)}: {error}") from error
+@final
+class _Download:
+    """Download of several objects on threads. They end at their next chunk after ``stop`` is set."""
 
-    with os.fdopen(lock, "r+b", buffering=0) as file:
-        if target.exists():  # Another process has downloaded it meanwhile.
-            part.unlink(missing_ok=True)
-            return
+    def __init__(self, store: ObjectStore, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+        self._waits = Event()
+        self.stop = Event()
+
+    def fetch(self, name: str, expected: FileInfo) -> None:
+        target = self._folder / name
+        part = parts_folder(self._folder) / name
+        with os.fdopen(self.lock(part, part, self._store.locate(name)), "r+b", buffering=0) as file:
+            if target.exists():  # Another process has downloaded it meanwhile.
+                part.unlink()
+                return
+            try:
+                self._complete(file, name, expected)
+            except DamagedObjectError:
+                part.unlink()
+                raise
+            os.fsync(file.fileno())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target)
+
+    def lock(self, path: Path, growing: Path, location: str) -> int:
+        """Lock ``path``. Raise StorageError if another process has the lock and ``growing`` does not grow."""
+        num_bytes, deadline = -1, 0.0
+        while True:
+            try:
+                return lock_exclusive(path, limit_s=0.0)
+            except StorageError as error:
+                if not self._waits.is_set():
+                    self._waits.set()
+                    log.warning("waiting for another process that downloads %s", location)
+                current = _count_bytes(growing)
+                if current != num_bytes:
+                    num_bytes, deadline = current, time.monotonic() + _LOCK_LIMIT_S
+                if time.monotonic() > deadline or self.stop.is_set():
+                    raise StorageError(f"another process has not finished {location}: {error}") from error
+                time.sleep(_POLL_S)
+
+    def _complete(self, file: FileIO, name: str, expected: FileInfo) -> None:
+        """Download the bytes that ``file`` lacks. Raise DamagedObjectError if it is not ``expected`` then."""
         size = file.seek(0, os.SEEK_END)
-        if size > expected.num_bytes:
-            size = file.truncate(0)
-        try:
-            _append(store, name, file.write, file.seek(size), expected)
-        except DamagedObjectError:
-            part.unlink()
-            raise
-        if size and not _is_intact(part, expected):
-            # The first bytes may be those of another version of the object.
-            file.truncate(0)
-            _append(store, name, file.write, file.seek(0), expected)
-        if not _is_intact(part, expected):
-            actual = checksum(part).checksum
-            part.unlink()
-            raise StorageError(
-                f"{store.locate(name)} is damaged: its checksum is {actual} instead of {expected.checksum}; "
-                "upload the dataset again. If it was replaced meanwhile, start again."
-            )
-        os.fsync(file.fileno())
-        part.replace(target)
+        # The first bytes may be those of another version, and a server may ignore where the range starts.
+        starts = [size, 0] if 0 < size <= expected.num_bytes else [0]
+        for start in starts:
+            file.truncate(start)
+            try:
+                self._append(file, name, file.seek(start), expected.num_bytes)
+            except DamagedObjectError:
+                if start == 0:
+                    raise
+            else:
+                if _is_intact(file, expected):
+                    return
+        actual = checksum(_find_path(file))
+        raise DamagedObjectError(
+            f"{self._store.locate(name)} is damaged: its checksum is {actual.checksum} instead of "
+            f"{expected.checksum or 'any'}, with {actual.num_bytes} of {expected.num_bytes} bytes. Upload "
+            "the dataset again. If it was replaced meanwhile, start again."
+        )
+
+    def _append(self, file: FileIO, name: str, first_byte: int, end: int) -> None:
+        for chunk in self._store.read(name, first_byte, end - first_byte):
+            if self.stop.is_set():
+                raise StorageError(f"the download of {self._store.locate(name)} was stopped")
+            data = memoryview(chunk)
+            while data:
+                data = data[file.write(data) or 0 :]
 
 
-def _append(
-    store: ObjectStore,
-    name: str,
-    write: Callable[[memoryview], int | None],
-    first_byte: int,
-    expected: FileInfo,
-) -> None:
-    for chunk in store.read(name, first_byte, expected.num_bytes - first_byte):
-        data = memoryview(chunk)
-        while data:
-            data = data[write(data) or 0 :]
+def parts_folder(folder: Path) -> Path:
+    """Return the folder for unfinished files of ``folder``. There, no name is that of an object."""
+    return folder.with_name(f"{folder.name}.parts")
 
 
-def _is_intact(part: Path, expected: FileInfo) -> bool:
-    return not expected.checksum or checksum(part) == expected
+def _count_bytes(path: Path) -> int:
+    paths = [path, *(Path(parent, name) for parent, _, names in os.walk(path) for name in names)]
+    num_bytes = 0
+    for file in paths:
+        with suppress(OSError):  # It was removed or renamed meanwhile.
+            num_bytes += file.stat().st_size
+    return num_bytes
+
+
+def _find_path(file: FileIO) -> Path:
+    """Return a path of an open file that stays valid if the file is renamed."""
+    return Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def _is_intact(file: FileIO, expected: FileInfo) -> bool:
+    if os.fstat(file.fileno()).st_size != expected.num_bytes:
+        return False
+    return not expected.checksum or checksum(_find_path(file)) == expected
 
 
 @final
@@ -197,23 +254,50 @@ def fetch_objects(location: str, is_wanted: Callable[[str], bool] = lambda _name
         objects = {"": objects[""]}
     if not objects:
         raise MissingObjectError(f"there is no object at or below {store.locate()}; check the address")
-    for name in objects:
-        if name and (os.path.normpath(name) != name or name.startswith(("/", ".."))):
-            raise StorageError(f"{store.locate(name)} has a name that is no path; rename it")
-
+    _check_names(store, objects)
     versions = {name: [info.num_bytes, info.version] for name, info in sorted(objects.items())}
     digest = hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:16]
-    target = cache_folder(store) / digest / _base_name(store)
-    fetch_files(
-        store, target, {name: FileInfo(num_bytes=objects[name].num_bytes, checksum="") for name in objects}
-    )
+    cache = cache_folder(store)
+    copy = cache / f"copy-{digest}"
+    if not copy.exists():
+        with name_write_failures(copy):
+            lock = _Download(store, copy).lock(cache / "copy.lock", cache, store.locate())
+        try:
+            if not copy.exists():
+                _copy_objects(store, copy, objects)
+        finally:
+            os.close(lock)
+    return str(copy / _base_name(store))
+
+
+def _check_names(store: ObjectStore, names: Collection[str]) -> None:
+    """Raise StorageError if a name is no path for a local copy."""
+    for name in names:
+        if name and (os.path.normpath(name) != name or name.split("/")[0] in ("", ".", "..")):
+            raise StorageError(f"{store.locate(name)} has a name that is no path; rename it")
+        parents = {str(parent) for parent in PurePosixPath(name).parents}
+        if not parents.isdisjoint(names):
+            parent = max(parents & set(names), key=len)
+            raise StorageError(
+                f"{store.locate(parent)} is an object and the folder of {store.locate(name)}; rename it"
+            )
+
+
+def _copy_objects(store: ObjectStore, copy: Path, objects: Mapping[str, ObjectInfo]) -> None:
+    """Download ``objects`` to a folder beside ``copy``, and rename it if no object has changed meanwhile."""
+    work = copy.with_name(f"{copy.name}.new")
+    target = work / _base_name(store)
+    files = {name: FileInfo(num_bytes=info.num_bytes, checksum="") for name, info in objects.items()}
+    fetch_files(store, target, files)
 
     current = store.list()
     for name, info in objects.items():
         if current.get(name) != info:
-            shutil.rmtree(target.parent, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
             raise StorageError(f"{store.locate(name)} was changed while it was read; repeat the command")
-    return str(target)
+    with name_write_failures(copy):
+        shutil.rmtree(parts_folder(target), ignore_errors=True)
+        work.rename(copy)
 
 
 @contextmanager
