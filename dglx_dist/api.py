@@ -84,7 +84,7 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
 
     One process calls this function. If several runs partition the same graph into the same cache at once,
     they all use the first result. Incomplete folders that killed runs left behind are removed. Raises
-    StorageError before partitioning starts if the cache cannot be written.
+    StorageError if the cache cannot be written, which is checked before partitioning starts.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if is_dataset(folder):
@@ -179,7 +179,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         int64 tensors, or dicts that map types to int64 tensors for a heterogeneous graph.
 
     Raises:
-        ConfigError: the arguments cannot be combined. No argument is ignored silently.
+        ConfigError: an argument or a combination is not supported. No argument is ignored silently.
         DatasetError: ``g`` is not sound.
         StorageError: the folder exists and ``overwrite`` is not set.
     """
@@ -677,9 +677,9 @@ def choose_strategy(
 ) -> Choice:
     """Choose the fastest strategy for ``model`` on ``g`` in a session with ``auto``. All ranks call this.
 
-    Call this before :func:`wrap` and before you create the first loader. :func:`fit` calls it for you. Every
-    candidate counts bytes and takes real steps, in turns, for about 15 seconds or 2 % of the training.
-    Afterwards the job's state is as it was before.
+    Call this before :func:`wrap` and before you create the first loader. :func:`fit` calls it for you. It
+    counts the bytes that every candidate sends and lets them take real steps in turns, for about 15 seconds
+    or 2 % of the training. Afterwards the job's state is as it was before.
 
     Args:
         model: The model as it will be wrapped. It is not changed.
@@ -843,7 +843,7 @@ def _resolve_auto(
     """Set the session's strategy and return the choice, or None for a resumed run. Every rank calls this."""
     _check_auto(config, g)
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
-    # Strategies with their own training loop support only plain classification.
+    # Strategies that only fit() supports train nothing but plain classification.
     task = read_task(g, ntype, config.label, str(config.task))[0]
     own_loop = needs_own_loop(replace(config, task=task)) is not None
     batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}

@@ -161,7 +161,7 @@ def types_in(config: Any) -> dict[str, type]:
     """Return the type of each field in a record. ``int | None`` counts as int, and words count as str."""
     types = {}
     for name, hint in get_type_hints(config).items():
-        # The type arguments of ``int | None`` are types, and those of a Literal are words.
+        # ``int | None`` has types as arguments, and a Literal has words.
         first_type = (*get_args(hint), hint)[0]
         types[name] = first_type if isinstance(first_type, type) else str
     return types
@@ -206,7 +206,7 @@ def _read_value(owner: str, name: str, value: Any, expected: type) -> Any:
     """Return an option's ``value``, with a whole number converted to ``expected``. Reject other types."""
     if expected in (str, float, int) and is_integer(value):
         return expected(value)
-    # bool is a subclass of int, but a flag in place of a number is a mistake.
+    # bool is a subclass of int, but where a number belongs, a flag is a mistake.
     is_misplaced_flag = expected is not bool and isinstance(value, bool)
     if is_misplaced_flag or not isinstance(value, expected):
         actual = type(value).__name__

@@ -91,8 +91,9 @@ def standard_columns(
     """Rename and cast columns: integer features to float32, class labels to int64, splits to boolean.
 
     Floating-point labels count as class labels if all are NaN or whole numbers from 0. If none is NaN, they
-    must also be small, because a column of whole numbers may be a measurement. Otherwise they are regression
-    targets and keep their dtype. uint64 labels are also targets if one is 2**63 or more.
+    must also be below the number of rows or ``FEW_CLASSES``, because a column of whole numbers may be a
+    measurement. Otherwise they are regression targets and keep their dtype. uint64 labels are also targets if
+    one is 2**63 or more.
 
     ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes are kept, except for splits and class labels. Error messages start

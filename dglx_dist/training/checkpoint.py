@@ -504,7 +504,7 @@ class CheckpointWriter:
     def _publish(
         self, reports: Sequence[dict[str, Any]], snapshot: _Snapshot, folder: Path, final: Path
     ) -> None:
-        """Complete the checkpoint and give it its final name. A complete one exists at every moment."""
+        """Complete and rename the checkpoint. If it replaces one, the old one stays complete until then."""
         for report in reports:
             if report["problem"]:
                 raise CheckpointError(report["problem"])

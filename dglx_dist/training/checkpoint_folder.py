@@ -84,7 +84,7 @@ FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)
 
 
 def folder_name(epoch: int, step: int = 0) -> str:
-    """Return the name of the checkpoint after ``step`` steps of ``epoch``."""
+    """Return the checkpoint's folder name after ``step`` steps in ``epoch``."""
     return f"epoch-{epoch:06d}-step-{step:09d}"
 
 

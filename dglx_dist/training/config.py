@@ -673,10 +673,11 @@ _NOT_TRAINED = (
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file", "optimizer"),
 )
-"""TrainConfig fields that a resumed run may change, because they do not change the trained model.
+"""TrainConfig fields that a resumed run may change.
 
-Some fields are here because they are compared elsewhere: the optimizer's kind and settings with its saved
-groups, and the dataset by its content. Another number of ranks can resume too, but not with the same bits.
+Most of them do not change the trained model. A few are compared elsewhere: the optimizer's kind and settings
+with its saved groups, and the dataset by its content. Another number of ranks can resume too, but not with
+the same bits.
 """
 
 

@@ -35,7 +35,7 @@ under their names, like ``val_mrr``.
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(RunOptions):
-    """Configuration of ``fit.train``, in addition to options of ``dglx train``. ConfigError if invalid."""
+    """Configuration for ``fit.train``, on top of the options for ``dglx train``. ConfigError if invalid."""
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks. None: no checkpoints are saved."""
@@ -104,7 +104,7 @@ class FitResult:
     """First epoch that this call trained. Above 0 after a resume."""
     stopped_early: bool = False
     precision: str = FLOAT32
-    """Precision in forward passes."""
+    """Precision of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
     """The run's cost, as ``dollars`` with a ``label``. Empty if nothing is paid by use."""
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def check_updates(
     has_own_evaluation: bool,
     steps_of_epoch: int,
 ) -> None:
-    """Raise ConfigError if gradients cannot be clipped or accumulated exactly, or the scheduler cannot work.
+    """Raise ConfigError if gradients cannot be clipped or accumulated exactly, or the scheduler does not fit.
 
     Rank 0 logs a warning if an epoch has one step, because then there is nothing to accumulate.
     """

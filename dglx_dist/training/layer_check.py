@@ -36,7 +36,7 @@ def check_layers(
 
     Args:
         layers: The user's layers.
-        steps: The same layers, each with the function that layerwise inference applies between them.
+        steps: The same layers with the function between them applied, as layerwise inference runs them.
         width: Number of input columns.
         edges: Edge columns by name. The batch gets random values with their dtypes and row shapes.
     """

@@ -122,7 +122,7 @@ def _average_columns(
 
 
 def _average_precision(score: Tensor, is_positive: Tensor, session: Session) -> float:
-    """Average the precision over all positives, among the rows that score at least as high as each one."""
+    """Average over all positives the precision among the rows that score at least as high."""
     positive_scores = _gather_sorted(score[is_positive], session)
     negative_scores = _gather_sorted(score[~is_positive], session)
     if not len(positive_scores):

@@ -131,7 +131,7 @@ class Predictor:
         """Replace the nodes' values in the column ``name`` from now on, in this predictor only.
 
         The dataset and the predictors on other ranks do not change. Layer by layer, the predictor forgets the
-        kept rows of these nodes and of all nodes that their messages reach.
+        rows that it kept for these nodes and for all nodes that their messages reach.
 
         Args:
             name: Column that the model reads.

@@ -139,7 +139,7 @@ def _read_words(entry: Fields, key: str) -> tuple[str, ...]:
 def _find_matches(pattern: str, entry: Fields) -> list[Path]:
     """Return the files that match ``pattern`` beside the description, or else in the working folder.
 
-    For an address, return local copies of the object there and of all objects below it.
+    For an address, copy the object there and all objects below it to this machine.
     """
     if find_address(pattern) is not None:
         copy = Path(fetch_objects(pattern))

@@ -162,7 +162,7 @@ def partition_to_disk(
         weights: (N,) non-negative numbers by name, for ``plan.options.balance``. They are not written. The
             graph must have one node type.
         workspace: Workspace from :func:`open_work` that the graph was loaded in. If it is None but
-            ``plan.memory`` is limited, a workspace is opened. The graph's content decides whether it resumes.
+            ``plan.memory`` is limited, a workspace is opened. It resumes if the graph has the same content.
         write_columns: Called with the finished dataset if the partitioner stores features by column
             (``feature``). If it raises StorageError, the error is logged. Training writes missing columns.
 

@@ -175,7 +175,8 @@ class ArrayFolder:
         """Check all files, and return the stored metadata and the memory-mapped arrays by name.
 
         Arrays are read-only, or with mode "c" they may be changed in memory (copy-on-write). Raises
-        StorageError if a file is missing or damaged, or if ``metadata`` is given and differs from the stored.
+        StorageError if a file is missing or damaged, or if ``metadata`` is not None and differs from the
+        stored metadata.
         """
         try:
             stamp = json.loads(read_small_file(self.path / STAMP))
@@ -320,10 +321,11 @@ class ArrayCache:
     def clean(self) -> None:
         """Remove files that killed processes left behind, and evict entries that no process uses.
 
-        Ages count from the last opening of any entry. Entries older than 30 days are evicted. If the cache
-        takes more than a quarter of the disk space that would be free without it, more entries are evicted:
-        first those with other contents, then the least recently opened ones. Entries opened within the last
-        day are kept, because the next run needs them. If these are too large, a warning is logged.
+        An entry is as old as the time between its last opening and the most recent opening in the cache.
+        Entries older than 30 days are evicted. If the cache takes more than a quarter of the disk space that
+        would be free without it, more entries are evicted: first those with other contents, then the least
+        recently opened ones. Entries younger than a day are kept, because the next run needs them. If these
+        are too large, a warning is logged.
         """
         if not self._folder.is_dir():
             return

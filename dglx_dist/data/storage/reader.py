@@ -51,8 +51,8 @@ _STAMPS = f"{CACHE}/verified.json"
 
 Stamps: TypeAlias = dict[str, list[object]]
 """Stamps by path, for files that were verified: [size, modification time in ns, inode change time in ns,
-checksum]. If values were checked against ranges, the checksum of the manifest with the ranges follows. Nobody
-can set an inode's change time, so copied files never match a stamp and are verified again."""
+checksum]. If values were checked against ranges, the checksum of the manifest with the ranges follows. An
+inode's change time cannot be set, so copied files never match a stamp and are verified again."""
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
@@ -146,7 +146,8 @@ def find_first_invalid(
         values: (K,) integers.
         bound: Values must be below it.
         minimum: Values must not be below it. None: no minimum.
-        is_indptr: Whether values must also start at 0, never fall, and end at ``bound`` - 1. K is above 0.
+        is_indptr: Whether values must also start at 0, never fall, and end at ``bound`` - 1. K must be above
+            0 then.
     """
     if is_indptr and values[0] != 0:
         return 0
