@@ -81,11 +81,11 @@ log = logging.getLogger(__name__)
 
 
 def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
-    """Return the folder in ``cache`` with the partitions of ``graph``. Make it, unless it exists intact.
+    """Partition ``graph`` into a folder in ``cache`` unless an intact one exists. Return the folder.
 
-    One process calls this function. If another run partitions the same graph into the same cache at the same
-    time, the result of the first one is used. Incomplete folders of killed runs are removed. Raises
-    StorageError if the cache cannot be written. This is checked before the graph is partitioned.
+    One process calls this function. If several runs partition the same graph into the same cache at once,
+    they all use the first result. Incomplete folders that killed runs left behind are removed. Raises
+    StorageError if the cache cannot be written, which is checked before partitioning starts.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if is_dataset(folder):
@@ -112,9 +112,8 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
 def _find_damage(folder: Path) -> str:
     """Return why the dataset in ``folder`` cannot be used, or an empty text if all its files are intact."""
     try:
-        # All bytes are verified. That costs little, because the name of the folder is a checksum of the whole
-        # graph, and computing it has read as many bytes. The dataset is not opened, because opening it cleans
-        # the cache.
+        # Verifying all bytes costs little: the caller has just read as many to compute the checksum in the
+        # folder's name. The dataset is not opened here, because opening it would clean the cache.
         verify_files(folder, read_manifest(folder), "full")
     except (DatasetError, StorageError) as problem:
         return str(problem)
@@ -147,41 +146,41 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     overwrite: bool = False,
     feature_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
 ) -> tuple[OriginalIds, OriginalIds] | None:
-    """Partition ``g`` into ``out_path/graph_name``, which ``DistGraph`` opens. One process calls it.
+    """Partition ``g`` into ``out_path/graph_name``, which ``DistGraph`` opens. Call this in one process.
 
     Args:
         g: Homogeneous or heterogeneous graph with its node and edge data.
-        graph_name: Name of the graph and of its folder.
-        num_parts: Number of parts P. It does not depend on the number of ranks and servers that train later.
+        graph_name: Name for the graph and its folder.
+        num_parts: Number of parts P. Any number of ranks and servers can train on them later.
         out_path: Parent of the graph's folder, or an address in an object store.
-        num_hops: Must be 1. The in-edges of owned nodes are stored, and nothing beyond them is needed.
+        num_hops: Must be 1. Each part stores the in-edges of its own nodes, and training needs no more.
         part_method: Name of any partitioner.
         balance_ntypes: (N,) integers. Each value is balanced separately. For homogeneous graphs only.
         balance_edges: Balance the in-edges too. With several edge types, this is ``balance=["etype"]``,
             otherwise ``balance=["degree"]``.
         return_mapping: Whether to return the original ids.
-        num_trainers_per_machine: If it is t > 1, each part is partitioned once more by the same method. The
-            node data ``trainer_id`` in [0, P x t) is the trainer nearest to a node. The edge data of that
-            name is the trainer of an edge's destination. :func:`node_split` takes it as ``node_trainer_ids``.
+        num_trainers_per_machine: Trainers per part, t. If t > 1, each part is split once more by the same
+            method. The node data ``trainer_id`` is then the nearest trainer in [0, P x t), and the edge data
+            ``trainer_id`` that of the destination. Pass it to :func:`node_split` as ``node_trainer_ids``.
         objtype: ``cut`` minimises cut edges, ``vol`` minimises communicated nodes.
         graph_formats: None or ``csc``, the only stored format.
         use_graphbolt: Must be False.
         balance: Weights to balance: nodes, degree, train, val, test, ntype, etype or a node column.
-        tolerance: How much the heaviest part may exceed its share, for all constraints or by constraint.
-        fast: Use the cheap variant of kaminpar (less time) or metis (less memory, as in DistDGL). The cut is
-            worse.
+        tolerance: How much the heaviest part may exceed its share: one number, or numbers by constraint.
+        fast: Use the cheap variant of kaminpar (less time) or metis (less memory, as in DistDGL). More edges
+            are cut.
         seed: Random seed. The same seed gives the same parts.
         format: ``dgl`` writes files that DGL's own ``load_partition`` reads, into ``out_path`` itself.
         overwrite: Replace an existing dataset.
-        feature_dtype: Stored dtype of the features, for all columns or by the name of a column: float16,
+        feature_dtype: Dtype in which features are stored, for all columns or by column name: float16,
             bfloat16 or float32. Blocks get half-precision features as float32.
 
     Returns:
-        With ``return_mapping``, the original node and edge ids in the new order. They are int64 tensors, or
-        dicts of them by type for a heterogeneous graph.
+        With ``return_mapping``, the original node ids and the original edge ids in the new order. Both are
+        int64 tensors, or dicts that map types to int64 tensors for a heterogeneous graph.
 
     Raises:
-        ConfigError: a combination of arguments is not supported. No argument is ignored silently.
+        ConfigError: an argument or a combination is not supported. No argument is ignored silently.
         DatasetError: ``g`` is not sound.
         StorageError: the folder exists and ``overwrite`` is not set.
     """
@@ -217,12 +216,12 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
 
 
 def original_ids(folder: str | Path) -> tuple[OriginalIds, OriginalIds]:
-    """Return the original id of every node and edge of a dataset, in the order of the new ids.
+    """Return the original ids that a dataset's nodes and edges had before partitioning, by new id.
 
-    Any process may call it alone.
+    Any process may call this alone.
 
     Returns:
-        (nodes, edges): int64 tensors (N,) and (E,), or dicts of them by type for a heterogeneous graph.
+        (nodes, edges): int64 (N,) and (E,) tensors, or dicts by type for a heterogeneous graph.
 
     Raises:
         StorageError: the dataset is missing or damaged, or a part is on another machine.
@@ -248,29 +247,29 @@ def distribute(
     cache: str | PathLike[str] = "data",
     structure: Literal["auto", "replicated", "partitioned"] = "auto",
 ) -> DistGraph:
-    """Return ``graph`` as a graph that all ranks share. Every rank must call it.
+    """Return ``graph`` as a graph that all ranks share. Every rank must call this.
 
-    Without a session it first opens one, as :func:`init` without arguments does. It then leaves torch's
-    generator as the script has seeded it.
+    If no session is open, one is opened first, as by :func:`init` without arguments. Torch's generator then
+    keeps the script's seed.
 
-    Rank 0 partitions the graph once, into a folder in ``cache`` that is named by the content of the graph and
-    the options. Later runs reuse the folder. The other ranks wait for at most the session's time-out. For
-    graphs that take longer, raise the time-out or partition the graph beforehand. Several machines need
-    ``cache`` on a shared disk.
+    Rank 0 partitions the graph once, into a folder in ``cache``. The folder's name depends on the options and
+    the graph's content, so later runs reuse it. Meanwhile, the other ranks wait for at most the session's
+    time-out. If partitioning takes longer, raise the time-out or partition the graph beforehand. Several
+    machines need ``cache`` on a shared disk.
 
     Args:
-        graph: A DGLGraph (only rank 0's is used), anything that ``load_dataset`` accepts, the folder or the
-            address of a partitioned dataset, or the JSON file of a partition in DGL's format. The columns of
-            a DGLGraph keep their names, dtypes and shapes. Exceptions are masks of splits (bool), integers in
-            ``label`` (int64, (N,)) and bfloat16 (float32). Columns of other sources get our names (``feat``,
-            ``label``), see ``load_dataset``.
-        strategy: Name or alias of a strategy. None: the strategy of the session, or the default of
-            :func:`init`.
-        parts: Number of parts P. None: one per server. A partitioned dataset refuses it, like the next three.
+        graph: A DGLGraph (only rank 0's is used), anything that ``load_dataset`` accepts, the folder or
+            address of a partitioned dataset, or the JSON file that describes a partition in DGL's format.
+            A DGLGraph's columns keep their names, dtypes and shapes, except that split masks become bool,
+            integer ``label`` columns become int64 (N,), and bfloat16 becomes float32. Columns from other
+            sources get our names (``feat``, ``label``), see ``load_dataset``.
+        strategy: Name or alias of a strategy. None: the session's, or the default that :func:`init` uses.
+        parts: Number of parts P. None: one per server. For a graph that is partitioned already, leave out
+            ``parts``, ``method``, ``balance`` and ``seed``.
         method: Name of a partitioner. None: the default one.
         balance: Weights to balance, see :func:`partition_graph`.
-        seed: Seed of the partitioner. None: 0.
-        cache: Folder for partitions. Incomplete folders of killed runs in it are removed.
+        seed: Seed for the partitioner. None: 0.
+        cache: Folder for partitions. Incomplete folders that killed runs left in it are removed.
         structure: Whether each server maps the whole structure, see :class:`DistGraph`.
 
     Raises:
@@ -278,12 +277,12 @@ def distribute(
         UnknownNameError: there is no such strategy.
         ConfigError: an argument is not supported, or the session is open for another strategy.
         PeerError: ranks are missing after the time-out.
-        StorageError: a dataset is damaged, or the cache cannot be written (ConfigError on the other ranks).
+        StorageError: a dataset is damaged, or rank 0 cannot write the cache. Other ranks raise ConfigError.
     """
     session = _session_for(strategy)
 
     def locate() -> dict[str, str] | None:
-        """Return {argument of DistGraph: path of the dataset} on rank 0, and None on other ranks."""
+        """Return {DistGraph argument: dataset path} on rank 0, and None on other ranks."""
         if session.topology.rank != 0:
             return None
 
@@ -300,7 +299,7 @@ def distribute(
             seed=seed or 0,
             options=PartitionOptions(balance=list_names(balance)),
         )
-        # Scripts use the names of their own columns.
+        # A script reads the columns of its DGLGraph by their own names.
         raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
         return {"folder": str(partition_cached(raw, plan, Path(cache).expanduser()))}
 
@@ -317,7 +316,7 @@ def distribute(
 
 @contextmanager
 def _explain_timeout(session: Session) -> Iterator[None]:
-    """Add a hint to the time-out of other ranks: rank 0 may still partition the graph."""
+    """Add a hint to the time-out error on other ranks: rank 0 may still be partitioning the graph."""
     try:
         yield
     except PeerError as error:
@@ -391,11 +390,11 @@ def _concatenate(arrays: Sequence[Array]) -> Tensor:
 
 @final
 class DistDataset:
-    """The distributed graph of a DGL dataset, with this rank's share of each split.
+    """A DGL dataset with a distributed graph, and this rank's share of each split.
 
     Args:
-        g: The graph. A split is the mask of that name in the data of its nodes.
-        num_classes: Number of classes of the dataset. None: the dataset has no such attribute.
+        g: The graph, with the masks ``train_mask``, ``val_mask`` and ``test_mask`` in its node data.
+        num_classes: Number of classes that the dataset reports. None: it has no such attribute.
     """
 
     def __init__(self, g: DistGraph, num_classes: int | None) -> None:
@@ -413,26 +412,26 @@ class DistDataset:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the labels. ConfigError if neither the dataset nor its labels have it."""
+        """Number of label classes. ConfigError if neither the dataset nor its labels tell it."""
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
     @property
     def train_idx(self) -> Tensor:
-        """(n,) int64 ids of this rank's nodes of ``train_mask``, see :func:`node_split`."""
+        """(n,) int64 ids of this rank's nodes in ``train_mask``, see :func:`node_split`."""
         return self._share("train_mask")
 
     @property
     def val_idx(self) -> Tensor:
-        """(n,) int64 ids of this rank's nodes of ``val_mask``."""
+        """(n,) int64 ids of this rank's nodes in ``val_mask``."""
         return self._share("val_mask")
 
     @property
     def test_idx(self) -> Tensor:
-        """(n,) int64 ids of this rank's nodes of ``test_mask``."""
+        """(n,) int64 ids of this rank's nodes in ``test_mask``."""
         return self._share("test_mask")
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Attributes of the original dataset are not copied, because they refer to the old ids.
+        # The original dataset's attributes are not copied, because they refer to the old ids.
         raise AttributeError(
             f"a distributed dataset has no {name!r}, only [0], num_classes, train_idx, val_idx and test_idx, "
             "because its nodes have new ids. Use the original dataset, and g.orig_ids(ids) for its ids."
@@ -449,12 +448,12 @@ class DistDataset:
 
 
 def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistDataset:
-    """Return a DGL dataset with its graph distributed by :func:`distribute`. Every rank must call it.
+    """Distribute the graph in a DGL dataset with :func:`distribute`. Every rank must call this.
 
     Args:
-        dataset: Dataset of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``. Only rank
-            0's is used.
-        options: Options of :func:`distribute`.
+        dataset: Dataset with one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``. Only the
+            dataset on rank 0 is used.
+        options: Options for :func:`distribute`.
 
     Raises:
         ConfigError: ``dataset`` is no dataset or has several graphs, or an argument is not supported.
@@ -490,21 +489,22 @@ def init(
     device: torch.device | str = "auto",
     **options: object,
 ) -> Session:
-    """Join the other ranks that torchrun started. Every rank calls it first. Without torchrun there is one
-    process.
+    """Open the session that connects the ranks torchrun started. Call this first, on every rank.
+
+    Without torchrun, the session has one process.
 
     Args:
         strategy: Name or alias of a strategy, or ``auto``. None: DGLX_STRATEGY, otherwise ``data_parallel``.
         timeout: Seconds that a rank may be silent before the other ranks raise an error that names it.
-        seed: Seed of all random numbers. They are the same on any number of ranks.
-        backend: Backend of ``torch.distributed``. None: nccl if every rank has its own GPU, otherwise gloo.
-        device: Device of this rank: ``cpu``, ``cuda`` or ``cuda:N``. ``cuda`` chooses a GPU by
-            ``LOCAL_RANK``, and ranks share GPUs if there are more ranks. ``auto``: DGLX_DEVICE, otherwise a
-            GPU if one can be used. Rank 0 logs the choice.
-        options: Options of the strategy. Those in the JSON text DGLX_OPTIONS are added.
+        seed: Seed for all random numbers. They are the same on any number of ranks.
+        backend: Backend for ``torch.distributed``. None: nccl if every rank has its own GPU, otherwise gloo.
+        device: This rank's device: ``cpu``, ``cuda`` or ``cuda:N``. ``cuda`` chooses a GPU by ``LOCAL_RANK``,
+            and ranks share GPUs if there are more ranks. ``auto``: DGLX_DEVICE, otherwise a GPU if one can be
+            used. Rank 0 logs the choice.
+        options: Options for the strategy. They override the JSON options in DGLX_OPTIONS.
 
     Returns:
-        The session. It is closed by :func:`shutdown`, at the end of the process, or as a context manager.
+        The session. It closes on :func:`shutdown`, at the end of a ``with`` block, or when the process ends.
 
     Raises:
         UnknownNameError: there is no such strategy. The message suggests the nearest name.
@@ -528,20 +528,20 @@ def shutdown() -> None:
 
 
 def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -> Any:
-    """Return a loader of ``(input_nodes, output_nodes, blocks)`` for the current strategy.
+    """Create a loader that yields ``(input_nodes, output_nodes, blocks)`` for the current strategy.
 
-    With ``dgl.dataloading.as_edge_prediction_sampler(...)`` it is a :func:`DistEdgeDataLoader`. With
+    For ``dgl.dataloading.as_edge_prediction_sampler(...)`` the result is a :func:`DistEdgeDataLoader`. With
     ``ShaDowKHopSampler`` it yields a graph in place of the blocks, with :class:`ClusterGCNSampler` only that.
 
-    Every rank must call it, and all ranks get the same number of steps. A rank without remaining seeds gets
+    Every rank must call this, and all ranks get the same number of steps. A rank that runs out of seeds gets
     blocks without destinations.
 
     Args:
         g: The distributed graph.
-        indices: (K,) seeds of this rank, as :func:`node_split` returns them. May be empty.
-        graph_sampler: A sampler of ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
-        options: ``batch_size``, ``shuffle``, ``seed`` and others, see
-            :class:`dglx_dist.dataloading.loader.DataLoader`. ``output="pyg"`` yields PyG's ``Data``.
+    indices: (K,) seeds for this rank, as :func:`node_split` returns them. May be empty.
+    graph_sampler: A sampler from ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
+    options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others, see
+        :class:`dglx_dist.dataloading.loader.DataLoader`. ``output="pyg"`` yields PyG's ``Data``.
 
     Raises:
         ConfigError: an option or sampler is not supported, or ``g`` exists in this process only.
@@ -561,20 +561,20 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
 
 
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
-    """Return a loader of edge batches: ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
+    """Create a loader that yields edge batches ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
 
-    Every rank must call it, and all ranks get the same number of steps. A rank without remaining edges gets
+    Every rank must call this, and all ranks get the same number of steps. A rank that runs out of edges gets
     pair graphs without edges.
 
     Args:
         g: The distributed graph.
-        eids: Edges of this rank, as :func:`edge_split` returns them, or a dict of them by edge type.
+        eids: Edge ids for this rank, as :func:`edge_split` returns them, or a dict by edge type.
         graph_sampler: Sampler, see :func:`DataLoader`.
-        options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and those of
+        options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and the options for
             :func:`DataLoader`, see :class:`dglx_dist.dataloading.edge_loader.DistEdgeDataLoader`.
 
     Raises:
-        ConfigError: an option or sampler is not supported by us or by the strategy, or ``g`` exists in this
+        ConfigError: we or the strategy do not support an option or the sampler, or ``g`` exists in this
             process only.
     """
     inner = _check_distributed(g)
@@ -585,7 +585,7 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
 
 
 def _number_steps(loader: Any, session: Session) -> None:
-    """Give the steps of ``loader`` numbers that no earlier loader of the script has."""
+    """Number the steps of ``loader`` so that no earlier loader in the script has the same numbers."""
     loader.first_number = session.next_number("loader") << 32
 
 
@@ -596,12 +596,12 @@ DistNodeDataLoader = DataLoader
 def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "mean") -> WrappedModel:
     """Wrap ``model`` for training with the other ranks, like DistributedDataParallel. All ranks call this.
 
-    Build the optimizer afterwards, from the parameters of the result.
+    Build the optimizer afterwards, from the wrapped model's parameters.
 
     Args:
         model: The same module on all ranks. Rank 0's weights are used.
-        g: The distributed graph of its inputs. For a script's ``dgl.distributed.DistGraph``, ``.module`` of
-            the result is always uncut, so that the script's own inference works.
+        g: The distributed graph that the model trains on. For a script's ``dgl.distributed.DistGraph``, the
+            result's ``.module`` is always uncut, so that the script's own inference works.
         reduction: Whether the loop's loss is the mean or the sum over this rank's targets.
 
     Raises:
@@ -630,21 +630,21 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
     inner = _check_distributed(g)
     wrapped = open_strategy(inner).wrap(model, reduction)
     inner.session.has_wrapped_model = True
-    # Scripts for DistDGL evaluate model.module with their own code, so it has to be uncut.
+    # DistDGL scripts evaluate model.module with their own code, which needs uncut weights.
     return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
 
 
 def _is_distributed_by_torch(model: nn.Module) -> bool:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return True
-    # FSDP is recognised by names, because importing its classes takes a second.
+    # FSDP is recognised by class names, because importing its classes takes a second.
     has_sharded_parameters = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
     is_sharded = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(model).__mro__)
     return has_sharded_parameters or is_sharded
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank: its GPU, or the CPU if it has none."""
+    """Return this rank's device: its GPU, or the CPU if it has none."""
     return current_session().device
 
 
@@ -660,7 +660,7 @@ def _check_distributed(g: object) -> DistGraph:
 
 
 strategy_names = STRATEGIES.names
-"""Return the names of the strategies that :func:`init` accepts. ``auto`` chooses among them."""
+"""Return the strategy names that :func:`init` accepts. ``auto`` chooses among them."""
 register_strategy = STRATEGIES.register
 """Decorator that registers a subclass of Strategy under a name in this process."""
 register_partitioner = PARTITIONERS.register
@@ -679,22 +679,22 @@ def choose_strategy(
 ) -> Choice:
     """Choose the fastest strategy for ``model`` on ``g`` in a session with ``auto``. All ranks call this.
 
-    Call it before the first loader is created and before :func:`wrap`. :func:`fit` calls it itself. It counts
-    bytes and takes real steps with every candidate, in turns, for about 15 seconds or 2 % of the training.
-    Afterwards the state of the job is as it was before.
+    Call this before :func:`wrap` and before you create the first loader. :func:`fit` calls it for you. It
+    counts the bytes that every candidate sends and lets them take real steps in turns, for about 15 seconds
+    or 2 % of the training. Afterwards the job's state is as it was before.
 
     Args:
         model: The model as it will be wrapped. It is not changed.
         g: The distributed graph.
-        fanouts: Fan-outs of the later loader, input-most first. None: 25, then 10, as in ``fit``.
-        batch_size: Batch size of the later loader. None: 512.
-        epochs: Length of the training.
-        inputs: Input rows on a graph of several types. None: the features of every type.
-        ntype: Node type of the targets. None: the one that has labels.
+        fanouts: Fan-outs for the later loader, input-most first. None: 25, then 10, as in ``fit``.
+        batch_size: Batch size for the later loader. None: 512.
+        epochs: Number of epochs to train.
+        inputs: Input rows for a graph with several types. None: the features of every type.
+        ntype: Node type to train on. None: the one that has labels.
 
     Returns:
-        The measured seconds, bytes and memory of every candidate, the choice and its reason. They are equal
-        on every rank.
+        Seconds, bytes and memory measured for every candidate, the choice and its reason. They are equal on
+        every rank.
 
     Raises:
         ConfigError: the session has a strategy already, a value is not supported or differs between ranks,
@@ -737,11 +737,11 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     state: Mapping[str, Stateful] | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train ``model`` with the current strategy. Every rank must call it.
+    """Train ``model`` with the current strategy. Every rank must call this.
 
-    ``auto`` chooses a strategy here, but a resumed run keeps the strategy of its checkpoint. By default the
-    targets are the nodes of ``train_mask``, and with several node types those of the type that has labels.
-    With ``loader`` and ``config.task`` it trains on your own batches, for instance of edges.
+    ``auto`` chooses a strategy here, but a resumed run keeps its checkpoint's strategy. By default, training
+    targets are the nodes in ``train_mask``. With several node types, these are nodes of the type that has
+    labels. To train on your own batches, for instance edges, pass ``loader`` and ``config.task``.
 
     Args:
         model: Called as ``model(blocks, features)`` with one block per fan-out. With several node types, or
@@ -749,26 +749,26 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         g: The distributed graph, with ``train_mask`` and the node data that ``config`` names (``feat`` and
             ``label``). Types without features need ``config.inputs``.
         config: Epochs, evaluation and checkpoints. None: the defaults.
-        fanouts: Neighbours sampled per node and layer, input-most layer first. -1 means all. None: two
-            layers, 25 and 10, or all neighbours if steps take the whole graph.
+        fanouts: Neighbours to sample per node in each layer, input-most layer first. -1 means all. None: two
+            layers with 25 and 10, or with all neighbours if steps take the whole graph.
         batch_size: Targets per rank and step. None: 512, if the strategy has mini-batches.
-        lr: Learning rate of Adam.
+        lr: Learning rate for Adam.
         make_optimizer: Builds another optimizer from the parameters. ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
-        sparse: Optimizer of the embeddings in ``config.inputs``, or several.
+        sparse: Optimizer for the embeddings in ``config.inputs``, or several.
         loader: A :func:`DistEdgeDataLoader` or :func:`DataLoader`, instead of ``fanouts``, ``batch_size`` and
             ``loader_options``.
-        trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, like ``config.trace``.
-            Open it in Perfetto, or draw it with `dglx report FILE`.
+        trace: File to record the first ``config.trace_steps`` steps on all ranks, like ``config.trace``. Open
+            it in Perfetto, or draw it with `dglx report FILE`.
         precision: Like ``config.precision``. ``bf16`` trains under torch's autocast in bfloat16.
-        make_scheduler: Builds a scheduler of ``torch.optim.lr_scheduler`` from the optimizer. It is stepped
-            after each epoch, a ``ReduceLROnPlateau`` with the validation metric, and resumed.
+        make_scheduler: Builds a scheduler from ``torch.optim.lr_scheduler`` for the optimizer. It steps after
+            each epoch (a ``ReduceLROnPlateau`` with the validation metric), and checkpoints save it.
         state: More objects that checkpoints save, by name, see :func:`save`.
         loader_options: More options for :func:`DataLoader`.
 
     Returns:
         The wrapped model (``.module`` is yours) and the results, which are equal on all ranks. Under ``auto``
-        the results include the choice, its prediction and its outcome.
+        the results include the choice, the planner's prediction and the measured outcome.
 
     Raises:
         ConfigError: node data is missing, an option is not supported, such as ``loader_options`` beside
@@ -787,7 +787,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     if g.session.strategy == AUTO:
         choice = _resolve_auto(model, g, config, fanouts, batch_size)
         if default_batch_size(g.session.strategy) is None:
-            # Steps take the whole graph. These options were for the mini-batches in the comparison.
+            # Steps take the whole graph. The options were for candidates that use mini-batches.
             fanouts = None if fanouts is None else [-1] * len(fanouts)
             batch_size = None
     check_inputs(g, config.inputs, g.session.strategy)
@@ -824,7 +824,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
 def _complete_config(
     config: FitConfig, g: DistGraph, trace: str | Path | None, precision: str | None
 ) -> FitConfig:
-    """Return ``config`` with the given trace and precision. Add input rows if there are several types."""
+    """Return ``config`` with ``trace``, ``precision``, and input rows if there are several node types."""
     if trace is not None:
         config = replace(config, trace=trace)
     if precision is not None:
@@ -842,10 +842,10 @@ def _resolve_auto(
     fanouts: Sequence[int] | None,
     batch_size: int | None,
 ) -> Choice | None:
-    """Give the session a strategy, and return the choice. A resumed run has none. Collective."""
+    """Set the session's strategy and return the choice, or None for a resumed run. Every rank calls this."""
     _check_auto(config, g)
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
-    # Strategies that compute steps themselves support only plain classification.
+    # Strategies that only fit() supports train nothing but plain classification.
     task = read_task(g, ntype, config.label, str(config.task))[0]
     own_loop = needs_own_loop(replace(config, task=task)) is not None
     batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
@@ -876,11 +876,11 @@ def _open_node_loader(
     batch_size: int | None,
     loader_options: Mapping[str, Any],
 ) -> TrainingLoader:
-    """Return a loader of the training nodes that prefetches all columns that ``config`` names."""
+    """Create a loader for the training nodes that prefetches all columns named in ``config``."""
     options = dict(loader_options)
     if batch_size is not None:
         options["batch_size"] = batch_size
-    # A loader of whole graphs would warn that shuffle has no effect.
+    # If steps take the whole graph, the loader would warn that shuffle has no effect.
     if default_batch_size(g.session.strategy) is not None:
         options.setdefault("shuffle", True)
 

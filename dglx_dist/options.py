@@ -1,8 +1,8 @@
-"""Options as fields of frozen records. A record declares its options once, with defaults, help texts and
-ranges.
+"""Declare options as fields in frozen records, with defaults, help texts and ranges.
 
-Commands and their help (:func:`dglx_dist.cli.common.command`), range checks and ``config.json`` are made from
-it. :func:`read_options` makes a record from options by name.
+A record is the single place that declares its options. Commands and their help
+(:func:`dglx_dist.cli.common.command`), range checks and ``config.json`` are derived from it.
+:func:`read_options` creates a record from options by name.
 """
 
 import math
@@ -42,16 +42,16 @@ def list_names(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 _KEY = "dglx_dist"
-"""Key of an option in the metadata of its field."""
+"""Key for an option in its field's metadata."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Range check for the value of an option."""
+    """Range check for an option's value."""
 
     holds: Callable[[Any], bool]
     allowed: str
-    """Description of valid values, for messages like ``--layers 0 must be at least 1``."""
+    """Text about valid values, for messages like ``--layers 0 must be at least 1``."""
 
 
 ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
@@ -68,13 +68,13 @@ def between(least: float, most: float) -> Check:
 
 
 def one_of(*choices: str) -> Check:
-    """Return a check for one of several words."""
+    """Return a check that allows only the words in ``choices``."""
     return Check(lambda value: value in choices, f"{', '.join(choices[:-1])} or {choices[-1]}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Command-line part of a field; see :func:`option`."""
+    """A field's settings for the command line, see :func:`option`."""
 
     flag: str | None
     kind: Any
@@ -94,17 +94,17 @@ def option(
     panel: str | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """Return a dataclass field that is an option of a command.
+    """Return a dataclass field that is also a command's option.
 
     Args:
-        default: Default value. A class such as ``dict`` is called. None and "" are not shown. ``...`` makes a
-            required positional argument.
-        flag: Spelling on the command line. None: the name of the field, with dashes. A name without a dash
+        default: Default value. A class such as ``dict`` is called. The help does not show None and "". With
+            ``...``, the field is a required positional argument.
+        flag: Spelling on the command line. None: the field's name with dashes. A name without a leading dash
             makes an argument.
-        check: Range of the value. None: the words of a ``Literal``, otherwise any value. None is always
-            allowed.
-        kind: Type on the command line. None: ``str`` if ``parse`` is set, otherwise the type of the field.
-        parse: Converts the value on the command line and the flag to the value of the field.
+        check: Range check. None: only the words in a ``Literal`` are allowed, otherwise any value. The value
+            None always passes.
+        kind: Type on the command line. None: ``str`` if ``parse`` is set, otherwise the field's type.
+        parse: Function that converts (value on the command line, flag) to the field's value.
     """
     shown = {"help": help, "rich_help_panel": panel, "metavar": metavar}
     metadata = {_KEY: Option(flag=flag, kind=kind, parse=parse, check=check, shown=shown)}
@@ -121,7 +121,7 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.DOTALL)
 def find_address(location: str | os.PathLike[str]) -> str | None:
     """Return ``location`` as an address such as ``s3://bucket/name``, or None if it is a path or a name.
 
-    ``Path`` removes a slash of an address, which is put back.
+    ``Path`` removes one slash from an address. The result has it again.
     """
     match = _ADDRESS.fullmatch(os.fspath(location))
     if match is None or (isinstance(location, str) and len(match[2]) < 2):
@@ -136,7 +136,7 @@ def format_location(location: str | os.PathLike[str]) -> str:
 
 
 def refuse_addresses(config: object, names: Iterable[str]) -> None:
-    """Raise ConfigError if one of the options ``names`` is an address. They are files of this machine."""
+    """Raise ConfigError if an option in ``names`` is an address. They must be files on this machine."""
     for name in names:
         value = getattr(config, name)
         if value is not None and find_address(value) is not None:
@@ -145,11 +145,11 @@ def refuse_addresses(config: object, names: Iterable[str]) -> None:
 
 
 path_option = partial(option, kind=Path, parse=lambda value, _flag: format_location(value))
-"""Like :func:`option`, for a path or an address in a field of type ``str``."""
+"""Like :func:`option`, for a path or an address in a ``str`` field."""
 
 
 def list_options(config: type) -> list[tuple[Field[Any], Option]]:
-    """Return the fields of a record that are options."""
+    """Return those of a record's fields that are options."""
     options = []
     for config_field in fields(config):
         if _KEY in config_field.metadata:
@@ -158,10 +158,10 @@ def list_options(config: type) -> list[tuple[Field[Any], Option]]:
 
 
 def types_in(config: Any) -> dict[str, type]:
-    """Return the type of each field of a record. ``int | None`` counts as int, and words count as str."""
+    """Return the type of each field in a record. ``int | None`` counts as int, and words count as str."""
     types = {}
     for name, hint in get_type_hints(config).items():
-        # The arguments of ``int | None`` are its types. Those of a Literal are its words.
+        # ``int | None`` has types as arguments, and a Literal has words.
         first_type = (*get_args(hint), hint)[0]
         types[name] = first_type if isinstance(first_type, type) else str
     return types
@@ -170,9 +170,9 @@ def types_in(config: Any) -> dict[str, type]:
 def check_names(
     owner: str, options: Iterable[str], known: Iterable[str], types: Mapping[str, type] | None = None
 ) -> None:
-    """Raise ConfigError for the first of ``options`` that is not among the ``known`` options of ``owner``.
+    """Raise ConfigError for the first name in ``options`` that ``owner`` does not know.
 
-    The message suggests the nearest name and lists all of them with their ``types``.
+    The message suggests the nearest name, and lists all ``known`` options with their ``types``.
     """
     known = sorted(known)
     for name in options:
@@ -189,11 +189,11 @@ def check_names(
 def read_options(
     owner: str, record: Callable[..., T], options: Mapping[str, object], names: Iterable[str] = ()
 ) -> T:
-    """Return ``options`` as a ``record`` with the fields ``names``. Without names, all fields are allowed.
+    """Create a ``record`` from ``options``, which may set the fields ``names``, or without names any field.
 
     A whole number is converted if a text or a float is expected, because the command line reads
     ``memory=1000`` as an integer. Raises ConfigError if ``owner`` has no such option, a value has another
-    type, or the record refuses it.
+    type, or the record rejects it.
     """
     types = types_in(record)
     types = {name: types[name] for name in names or types}
@@ -203,10 +203,10 @@ def read_options(
 
 
 def _read_value(owner: str, name: str, value: Any, expected: type) -> Any:
-    """Return ``value`` of an option if it is of the type ``expected``, and whole numbers converted to it."""
+    """Return an option's ``value``, with a whole number converted to ``expected``. Reject other types."""
     if expected in (str, float, int) and is_integer(value):
         return expected(value)
-    # bool is a subclass of int, but a flag in place of a number is a mistake.
+    # bool is a subclass of int, but where a number belongs, a flag is a mistake.
     is_misplaced_flag = expected is not bool and isinstance(value, bool)
     if is_misplaced_flag or not isinstance(value, expected):
         actual = type(value).__name__
@@ -217,13 +217,13 @@ def _read_value(owner: str, name: str, value: Any, expected: type) -> Any:
 
 
 def find_flag(config: type, name: str) -> str:
-    """Return the command-line spelling of the field ``name``."""
+    """Return how the field ``name`` is spelled on the command line."""
     options = {config_field.name: option for config_field, option in list_options(config)}
     return options[name].flag or "--" + name.replace("_", "-")
 
 
 def format_words(config: Any, names: Iterable[str]) -> list[str]:
-    """Return the options ``names`` of a record as words of a command line, like ``["--fanout", "15,10"]``."""
+    """Return a record's options ``names`` as command-line words, like ``["--fanout", "15,10"]``."""
     words = []
     for name in names:
         words.append(find_flag(type(config), name))
@@ -235,7 +235,7 @@ def format_words(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def _format_value(value: object) -> str:
-    """Return the value of an option as on the command line."""
+    """Return an option's value as on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
@@ -243,18 +243,18 @@ def _format_value(value: object) -> str:
 
 @cache
 def _read_hints(config: type) -> dict[str, Any]:
-    """Return the types of the fields of the record class ``config``; evaluating them takes milliseconds."""
+    """Return the types of a record class's fields. They are cached, because evaluation takes milliseconds."""
     return get_type_hints(config)
 
 
 def check_ranges(config: Any, template: str = "{flag} {value}") -> None:
-    """Raise ConfigError for the first option that is out of its range, written as ``template``."""
+    """Raise ConfigError for the first option out of range. ``template`` formats it in the message."""
     hints = _read_hints(config.__class__)
     for config_field, option in list_options(type(config)):
         name = config_field.name
         value = getattr(config, name)
         hint = hints[name]
-        # None is allowed, except in place of a number without a default.
+        # None is allowed, except for a number that has no default.
         if value is None and hint is not int:
             continue
 
@@ -281,7 +281,7 @@ def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> Non
 
 
 def select_common_fields(source: object, target: type) -> dict[str, Any]:
-    """Return the values of the record ``source`` for the fields that the record class ``target`` has too."""
+    """Return values from the record ``source`` for all fields that the record class ``target`` has, too."""
     source_names = {field.name for field in fields(source)}  # type: ignore[arg-type]  # a record
     target_names = {field.name for field in fields(target)}
     return {name: getattr(source, name) for name in source_names & target_names}
@@ -293,7 +293,7 @@ def parse_names(text: str, _flag: str = "") -> tuple[str, ...]:
 
 
 def parse_integers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
-    """Parse ``25,10`` as (25, 10), where -1 means all. All these functions raise ConfigError."""
+    """Parse ``25,10`` as (25, 10), where -1 means all. This and the next parsers raise ConfigError."""
     words = parse_names(text)
     if not words or not all(re.fullmatch(r"-1|[0-9]+", word) for word in words):
         raise ConfigError(f"{flag} {text!r} must be whole numbers separated by commas, like {like}")
@@ -309,9 +309,9 @@ def parse_fractions(text: str, flag: str) -> tuple[float, ...]:
 
 
 def read_time(text: str) -> float:
-    """Return a time from text: an integer, a float, or an ISO date as seconds since 1970 in UTC.
+    """Parse a time: an integer, a float, or an ISO date, which becomes seconds since 1970 in UTC.
 
-    Raises ConfigError if it is none of these, or a date with fractions of a second.
+    Raises ConfigError if ``text`` is none of these, or a date with fractions of a second.
     """
     for number_type in (int, float):
         try:
@@ -336,7 +336,7 @@ def parse_times(text: str, _flag: str) -> tuple[float, ...]:
 
 
 def parse_tolerances(text: str, flag: str) -> float | dict[str, float]:
-    """Parse ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as a mapping, and "" as {}."""
+    """Parse ``0.05`` as one value for all names, ``train=0.1,degree=0.02`` as a mapping, and "" as {}."""
     values = parse_by_name(text, flag) or {}
     try:
         if isinstance(values, str):
@@ -347,7 +347,7 @@ def parse_tolerances(text: str, flag: str) -> float | dict[str, float]:
 
 
 def parse_by_name(text: str, flag: str) -> str | dict[str, str]:
-    """Parse ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as a mapping."""
+    """Parse ``float16`` as one value for all names, and ``feat=float16,x=bfloat16`` as a mapping."""
     if "=" not in text:
         return text
     return parse_pairs(parse_names(text), flag)
@@ -388,7 +388,7 @@ def parse_literal(text: str) -> object:
 
 
 def prefix_errors(parse: Callable[[str], T]) -> Callable[[str, str], T]:
-    """Return ``parse`` for :func:`option`, with the flag at the start of its error messages."""
+    """Return ``parse`` in the form that :func:`option` takes. Its error messages then start with the flag."""
 
     def read(text: str, flag: str) -> T:
         try:

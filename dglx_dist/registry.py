@@ -1,4 +1,4 @@
-"""Registry of plugin classes by name, imported on first use."""
+"""Register plugin classes by name, and import them on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AUTO = "auto"
-"""Name that stands for the strategy that the planner chooses by graph, model and network (``planner/``)."""
+"""Pass this name as the strategy to let the planner choose by graph, model and network (``planner/``)."""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
@@ -32,14 +32,14 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """Plugins of one kind: built in, from entry points of other packages, or added by a decorator.
+    """Holds one kind of plugin: built in, from other packages' entry points, or added by a decorator.
 
     Args:
         kind: Word for messages, like ``"partitioner"``.
-        base: Base class of all plugins.
+        base: Base class for all plugins.
         builtin: Name to ``"module:Class"``. The module is imported on first use.
         aliases: Other names for built-in plugins.
-        group: Entry-point group of other packages' plugins.
+        group: Entry-point group for plugins from other packages.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         return tuple(sorted({*self._paths, *self._added, *external}))
 
     def resolve(self, name: str, *, also: Iterable[str] = ()) -> str:
-        """Return the name behind ``name``, which may be an alias.
+        """Return the plugin name for ``name``, which may be an alias.
 
         Args:
             also: More names that the caller accepts, for the message.
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
             UnknownNameError: no plugin has that name. The message lists the known names.
         """
         resolved = self._aliases.get(name, name)
-        # Entry points come last, because finding them reads the metadata of all installed packages.
+        # Entry points come last, because finding them reads every installed package's metadata.
         if resolved in self._added or resolved in self._paths:
             return resolved
         known = self.names()
@@ -94,8 +94,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         """Import and return the class behind ``name``.
 
-        Raises UnknownNameError if no plugin has that name, and ConfigError if the plugin is not a subclass of
-        the base.
+        Raises UnknownNameError if no plugin has that name, and ConfigError if the plugin does not derive from
+        the base class.
         """
         resolved = self.resolve(name)
         if resolved in self._added:
@@ -112,11 +112,11 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Return a class decorator that registers ``name``.
 
-        Raises ConfigError if the name is taken, or the class is not a subclass of the base.
+        Raises ConfigError if the name is taken, or the class does not derive from the base class.
         """
 
         def add(plugin: type[T]) -> type[T]:
-            # The entry point of a package may name a class that its module registers, too.
+            # A package may have an entry point for the same class that its module registers here.
             own_value = f"{plugin.__module__}:{plugin.__qualname__}"
             points = [point for point in _entry_points(self._group) if point.name == name]
             is_taken = name in self._paths or name in self._added or name in self._aliases
@@ -128,7 +128,7 @@ class Registry(Generic[T]):
         return add
 
     def name_of(self, plugin: type[T]) -> str:
-        """Return the name that ``plugin`` is registered by, or the name of the class in lower case."""
+        """Return the name that ``plugin`` is registered under, or else its class name in lower case."""
         return self._name_of.get(plugin, plugin.__name__.lower())
 
     def _check(self, name: str, plugin: object) -> type[T]:
@@ -147,7 +147,7 @@ def _entry_points(group: str) -> Iterable[EntryPoint]:
 
 @cache
 def _read_entry_points(group: str, _: tuple[str, ...]) -> Iterable[EntryPoint]:
-    """Read the metadata of all packages that ``sys.path`` has, which takes 40 ms."""
+    """Read the metadata of all packages in ``sys.path``. The result is cached, because this takes 40 ms."""
     # This import is slow, and built-in names do not need it.
     from importlib.metadata import entry_points
 

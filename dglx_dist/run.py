@@ -16,8 +16,8 @@ from dglx_dist.strategies.base import resolve_strategy
 def main(arguments: Sequence[str]) -> None:
     """Run a script with this package in place of ``dgl.distributed``.
 
-    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``. Raise ConfigError for
-    others.
+    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``. Raises ConfigError if
+    the script does not exist, or the strategy or an option is invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m dglx_dist.run", description=__doc__)
     parser.add_argument("--strategy", help="Name of a strategy. Default: DGLX_STRATEGY or data_parallel.")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
         is_success = isinstance(error, SystemExit) and error.code in (None, 0)
         session = get_open_session()
         if session is not None and not is_success:
-            # Otherwise the other ranks would wait for this one.
+            # Tell the other ranks about the failure, because they would wait for this one.
             session.fail(error)
             session.close(failed=True)
         raise

@@ -32,7 +32,7 @@ from dglx_dist.report.tables import plural
 
 @dataclass(frozen=True, kw_only=True)
 class IngestCommand(IngestPlan):
-    """Options of ``dglx ingest``."""
+    """Options for ``dglx ingest``."""
 
     config: Path = option(
         ...,
@@ -79,7 +79,7 @@ def ingest(config: IngestCommand) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionCommand(PartitionOptions, PartitionPlan):
-    """Options of ``dglx partition``."""
+    """Options for ``dglx partition``."""
 
     data: str = option(
         ...,
@@ -139,7 +139,7 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         if self.id is not None:
             source_options["id"] = self.id
         if self.format in LINE_FORMATS:
-            # This is the format of the source. The dataset is written in the default format.
+            # Here the format is the source's. The dataset is written in the default format.
             source_options["format"] = self.format
             object.__setattr__(self, "format", "dglx")
         elif self.format == "dgl" and self.time is not None:
@@ -169,7 +169,7 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
 
 
 def check_shares(shares: Sequence[float], memory: object) -> None:
-    """Raise ConfigError unless ``shares`` are three that a split can be drawn of, and ``memory`` is None."""
+    """Raise ConfigError unless ``shares`` are three valid split shares, and ``memory`` is None."""
     # The shares are parsed decimals. Their sum may exceed 1 by a rounding error.
     is_sum_valid = 0 < sum(shares) <= 1 + 1e-9
     if len(shares) != len(SPLITS) or min(shares) < 0 or not is_sum_valid:
@@ -182,9 +182,10 @@ def check_shares(shares: Sequence[float], memory: object) -> None:
 
 
 def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph:
-    """Return ``graph`` with random masks of the labelled nodes of each type that has labels and no split.
+    """Draw random train, val and test masks for each node type that has labels and no split.
 
-    Raises ConfigError if there is no such type, or if a type gets no training node.
+    Only labelled nodes are drawn. Raises ConfigError if there is no such type, or if a type gets no training
+    node.
     """
     from dglx_dist.data.ingest.tensors import draw_split_codes
 
@@ -205,7 +206,7 @@ def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph
 
 
 def _find_types_without_split(node_data: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Return the node types that have labels and no mask. Raise ConfigError if there are none."""
+    """Return the node types that have labels but no mask. Raise ConfigError if there are none."""
     labelled = [ntype for ntype, columns in node_data.items() if LABEL in columns]
     if not labelled:
         raise ConfigError(
@@ -250,12 +251,12 @@ def check_time(graph: RawGraph, time: str) -> None:
 
 
 _LONGEST_WAIT_S = 6 * 3600.0
-"""Time-out of waiting for rank 0, which assigns the smallest graph alone. Failures are noticed at once."""
+"""Time that ranks wait for rank 0, which assigns the smallest graph alone. Failures are noticed at once."""
 
 
 @contextmanager
 def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
-    """Yield the ranks that partition together: those of torchrun, or this process alone."""
+    """Yield the ranks that partition together: all that torchrun started, or this process alone."""
     if not is_launched_by_torchrun() or read_topology().world_size == 1:
         yield Ranks()
         return
@@ -268,9 +269,9 @@ def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
     from dglx_dist.comm.collectives import SessionRanks
     from dglx_dist.comm.session import start_session
 
-    # The session compares options as text, and the order of a set in its text differs between processes.
+    # The session compares options as text. ``given`` is a set, and its text differs between processes.
     options = {name: str(value) for name, value in vars(config).items() if name != "given"}
-    # Ranks may have memory limits of their own.
+    # Each rank may have its own memory limit.
     del options["memory"]
     session = start_session(strategy="partition", options=options, timeout_s=_LONGEST_WAIT_S, device="cpu")
     with session:
@@ -285,7 +286,7 @@ def _write_columns(dataset: StoredDataset, num_parts: int) -> None:
 
 
 def _sort_by_time(folder: Path, time: str) -> None:
-    """Sort the edges of the dataset in ``folder`` by the column ``time``, in its cache."""
+    """Sort a dataset's edges by the column ``time``, and keep the order in the dataset's cache."""
     # This module imports torch, which partitioners do not need.
     from dglx_dist.data.storage.reader import open_dataset
     from dglx_dist.graph.time_order import find_time_columns, open_part_order
@@ -304,14 +305,14 @@ def _sort_by_time(folder: Path, time: str) -> None:
 def _note_missing_columns(
     graph: RawGraph, node_columns: Mapping[str, Mapping[str, Any]], tell: Callable[..., None]
 ) -> None:
-    """Tell the user which columns ``dglx train`` would miss: labels, features of the only type, splits."""
+    """Tell the user which columns ``dglx train`` would miss: labels, splits, or features if homogeneous."""
     if not any(LABEL in columns for columns in node_columns.values()):
         candidates = list_possible_labels(node_columns)
         hint = f"; to learn one of {candidates}, rename it to {LABEL!r}" if candidates else ""
         tell(f"note: there are no labels (column {LABEL!r}){hint}")
 
     for ntype, columns in node_columns.items():
-        # Models of several types have trainable rows of their own.
+        # Models for several types have their own trainable rows.
         if graph.is_homogeneous and FEATURE not in columns:
             unused = ", ".join(sorted(columns.keys() - {LABEL, *SPLITS})) or "none"
             usual_names = f"feat_0, feat_1 ... or {FEATURE!r}"

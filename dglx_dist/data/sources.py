@@ -1,4 +1,4 @@
-"""Dataset sources: DGL graphs, DGL's datasets and files, and OGB, with the registry of all sources."""
+"""Load graphs from DGL, its datasets and files, and OGB, and register all other dataset sources."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 
 class DatasetSource(ABC):
-    """A loader for one kind of graphs.
+    """Loads graphs from one kind of source.
 
     Args:
         location: Spec without the source's name: a path, a dataset's name, or settings.
-        options: Keyword arguments of ``load_dataset``.
+        options: Keyword arguments passed to ``load_dataset``.
 
     Raises:
         ConfigError: the source does not have an option, or its value is wrong.
@@ -60,7 +60,7 @@ class DatasetSource(ABC):
     """Whether :attr:`workspace` is used, so that a graph may be larger than the granted memory."""
 
     memory_per_byte: ClassVar[int] = 4
-    """Memory of :meth:`load` per byte of its uncompressed files. A number in a text takes 8 bytes."""
+    """Memory that :meth:`load` needs per byte in its uncompressed files. A number in text takes 8 bytes."""
 
     workspace: Workspace | None = None
     """Workspace for limited memory. It is set before :meth:`load`."""
@@ -68,7 +68,7 @@ class DatasetSource(ABC):
     known_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        """Take a path and :attr:`known_options`. Sources without a path override this method."""
+        """Accept a path and :attr:`known_options`. Sources that have no path override this method."""
         check_names(f"the dataset source {DATASETS.name_of(type(self))!r}", options, self.known_options)
         self._path = Path(location).expanduser()
 
@@ -76,12 +76,13 @@ class DatasetSource(ABC):
     def load(self) -> RawGraph:
         """Read the whole graph. Node ids are 0..N-1 per type, and splits are boolean masks.
 
-        Raises DatasetError if the data is missing or wrong. The message names file, column and first row.
+        Raises DatasetError if the data is missing or wrong. The message names the file, the column and the
+        first wrong row.
         """
 
 
 OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
-"""Alternative names of columns, and their standard names."""
+"""Standard column name by alternative name."""
 
 
 def standard_columns(
@@ -89,13 +90,14 @@ def standard_columns(
 ) -> dict[str, NodeColumn]:
     """Rename and cast columns: integer features to float32, class labels to int64, splits to boolean.
 
-    Floating-point labels are class labels if all are NaN or whole and at least 0. If none is NaN, they must
-    also be below the number of rows. Otherwise they are targets of a regression and keep their dtype. Labels
-    of uint64 with a value of 2**63 or more are targets, too.
+    Floating-point labels count as class labels if all are NaN or whole numbers from 0. If none is NaN, they
+    must also be below the number of rows or ``FEW_CLASSES``, because a column of whole numbers may be a
+    measurement. Otherwise they are regression targets and keep their dtype. uint64 labels are also targets if
+    one is 2**63 or more.
 
     ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
-    Without ``rename``, names and dtypes are kept, except for splits and class labels. ``where`` starts
-    messages. Raises DatasetError if a split has a value other than 0 and 1, or a label is not a number.
+    Without ``rename``, names and dtypes are kept, except for splits and class labels. Error messages start
+    with ``where``. Raises DatasetError if a split has a value other than 0 and 1, or a label is not a number.
     """
     standard: dict[str, NodeColumn] = {}
     for source_name, column in columns.items():
@@ -116,7 +118,7 @@ def standard_columns(
 
 
 def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
-    """Return the number of classes: the largest ``label`` + 1, or the width of ``label``.
+    """Count the classes: the largest ``label`` + 1, or the columns in ``label`` if it is a matrix.
 
     Return None if there are no class labels.
     """
@@ -134,7 +136,7 @@ def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
 
 
 def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, int]:
-    """Return :func:`count_classes` of the node types with labels."""
+    """Return :func:`count_classes` for each node type with class labels."""
     counts = {}
     for ntype, columns in node_data.items():
         num_classes = count_classes(columns)
@@ -144,7 +146,7 @@ def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, i
 
 
 def masks_of_split(split_of: Array) -> dict[str, Array]:
-    """Return the masks of (N,) split codes: 0 for train, 1 for validation and 2 for test."""
+    """Convert (N,) split codes to masks by split: 0 is train, 1 is validation and 2 is test."""
     return {name: split_of == code for code, name in enumerate(SPLITS)}
 
 
@@ -159,7 +161,7 @@ def _convert_mask(column: Array, name: str, where: str) -> Array:
 
 
 def _convert_labels(column: Array, where: str) -> Array:
-    """Return int64 class labels with -1 for NaN, or the targets of a regression."""
+    """Return int64 class labels with -1 for NaN, or regression targets."""
     if column.ndim == 2 and column.shape[1] == 1:
         column = column[:, 0]
     if column.dtype == np.uint64 and (column >= 2.0**63).any():
@@ -171,8 +173,8 @@ def _convert_labels(column: Array, where: str) -> Array:
     if column.ndim > 1:
         return column
 
-    # Sources store labels with gaps as floating point, with NaN for missing ones. Labels without gaps must
-    # not be large, because a column of whole numbers may be a measurement.
+    # Sources that lack some labels store them in floating point, with NaN for the missing ones. If no label
+    # is missing, the column may be a measurement, so only small whole numbers count as classes.
     labels = column[~np.isnan(column)]
     limit = 2.0**63 if len(labels) < len(column) else max(len(column), FEW_CLASSES)
     is_target = (labels != np.floor(labels)) | (labels < 0) | (labels >= limit)
@@ -182,11 +184,11 @@ def _convert_labels(column: Array, where: str) -> Array:
 
 
 _GRAPH_OPTIONS = ("index", "split")
-"""Options that choose one of several graphs in a file, and one of several splits."""
+"""Options that choose a graph in a file, and a split in its masks."""
 
 
 def _read_graph_options(options: Mapping[str, object]) -> tuple[int | None, ...]:
-    """Return the numbers of the graph and of the split, or None for missing options."""
+    """Return the graph's and the split's number, or None for a missing option."""
     numbers: list[int | None] = []
     for name in _GRAPH_OPTIONS:
         value = options.get(name)
@@ -208,8 +210,8 @@ def raw_graph_from_dgl(
     DGL keeps in subgraphs (``dgl.NID``) are left out.
 
     Args:
-        split: Column to use of masks with several splits.
-        num_classes: Minimum number of classes of labelled node types.
+        split: Column to use from masks with several splits.
+        num_classes: Minimum number of classes for labelled node types.
         rename: See :func:`standard_columns`.
 
     Raises:
@@ -255,10 +257,10 @@ def raw_graph_from_dgl(
 
 
 def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
-    """Return the (E,) sources and destinations of each edge type, in the order of the edge ids."""
+    """Return each edge type's (E,) sources and destinations, ordered by edge id."""
     formats = graph.formats()
     if "coo" not in (*formats["created"], *formats["not created"]):
-        # Only this format returns edges in the order of their ids.
+        # Only this format returns edges ordered by id.
         graph = graph.formats(["coo", "csr", "csc"])
     edges = {}
     for etype in graph.canonical_etypes:
@@ -269,10 +271,10 @@ def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
 
 @final
 class DglDataSource(DatasetSource):
-    """A dataset class of ``dgl.data``, which downloads its files, such as ``dgl:CoraGraphDataset``.
+    """A dataset class in ``dgl.data``, which downloads its files, such as ``dgl:CoraGraphDataset``.
 
-    The option ``index`` is the number of the graph if there are several. ``split`` chooses one of several
-    splits in masks. All other options are passed to the class (``raw_dir=``, ``force_reload=`` ...).
+    If there are several graphs, the option ``index`` chooses one by number. If masks have several splits,
+    ``split`` chooses one. All other options are passed to the class (``raw_dir=``, ``force_reload=`` ...).
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
@@ -297,9 +299,9 @@ class DglDataSource(DatasetSource):
             ) from error
 
         item = dataset[_check_index(len(dataset), self._index, f"dgl:{self._name}")]
-        # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
+        # Datasets for whole-graph tasks yield pairs (graph, label for the graph).
         graph = item[0] if isinstance(item, tuple) else item
-        # Some datasets of DGL have no number of classes, or a method of this name.
+        # In some of DGL's datasets, ``num_classes`` is missing or a method.
         class_count = getattr(dataset, "num_classes", None)
         num_classes = int(class_count) if isinstance(class_count, (int, np.integer)) else None
         return raw_graph_from_dgl(graph, name=self._name, split=self._split, num_classes=num_classes)
@@ -307,7 +309,7 @@ class DglDataSource(DatasetSource):
 
 @final
 class DglBinarySource(DatasetSource):
-    """A file of ``dgl.save_graphs``. It has the options ``index`` and ``split`` of :class:`DglDataSource`."""
+    """A file from ``dgl.save_graphs``. See :class:`DglDataSource` for its options ``index`` and ``split``."""
 
     known_options = _GRAPH_OPTIONS
 
@@ -412,13 +414,13 @@ FORMATS = (
     "triples, a `.mtx`, METIS's `.graph`, these also with `.gz`, a folder of CSV / Parquet "
     "tables, or of triples in train.txt, valid.txt and test.txt"
 )
-"""Description of the files that :func:`load_dataset` reads."""
+"""Text that tells which files :func:`load_dataset` reads."""
 LINE_FORMATS = ("triples", "edges", "interactions")
-"""Formats of the lines of a text."""
+"""Line formats in text files."""
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of ``path``, including the one before ``.gz``."""
+    """Return the suffix that ``path`` has, including the one before ``.gz``."""
     if path.suffix != ".gz":
         return path.suffix
     return "".join(path.suffixes[-2:])
@@ -433,12 +435,12 @@ def load_dataset(
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (:data:`FORMATS`),
             ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source
             explicitly. A path may be an address in an object store. Its objects are copied to a cache.
-        workspace: Workspace for limited memory. Arrays of edges are mapped into it.
-        options: Options of the source. See its class.
+        workspace: Workspace for limited memory. Edge arrays are mapped into it.
+        options: Options for the source. See its class.
 
     Raises:
         DatasetError: the path does not exist, or the data is wrong.
-        UnknownNameError: no source has the name before the colon.
+        UnknownNameError: there is no source with the name before the colon.
         ConfigError: the source does not have an option, its value is wrong, or the source needs more memory.
     """
     if not isinstance(spec, (str, os.PathLike)):
@@ -462,12 +464,12 @@ def load_dataset(
 def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it if it ends in ``.gz``.
 
-    Raises DatasetError if the file, or the content that the block reads, is not a readable ``content_kind``.
+    Raises DatasetError if the file cannot be opened, or what the block reads is not a ``content_kind``.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield cast("IO[bytes]", file)
-    except DglxError:  # Some errors of this package are a ValueError, too.
+    except DglxError:  # Some errors in this package are a ValueError, too.
         raise
     except (ValueError, EOFError, OSError, zlib.error) as error:
         problem = str(error)
@@ -481,7 +483,7 @@ def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
 
 
 def _estimate_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files in a folder, without compression."""
+    """Return a file's size, or the size of all files in a folder, without compression."""
     if path.is_dir():
         return sum(_estimate_bytes(file) for file in path.rglob("*") if file.is_file())
     if path.suffix != ".gz":
@@ -494,7 +496,7 @@ def _estimate_bytes(path: Path) -> int:
 
 
 def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
-    """Raise ConfigError if the source ``name`` needs more memory than granted to read ``path``."""
+    """Raise ConfigError if the source ``name`` needs more memory to read ``path`` than is granted."""
     if not path.exists():
         return
     needed = per_byte * _estimate_bytes(path)
@@ -509,7 +511,7 @@ def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> N
 
 
 def _find_source(spec: str) -> tuple[str, str]:
-    """Return the name of the source of ``spec``, and its path or other argument."""
+    """Find the source for ``spec``. Return its name, and the path or other argument that it gets."""
     path = Path(spec).expanduser()
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
@@ -551,9 +553,9 @@ _MASK_OF_OGB_SPLIT = dict(zip(("train", "valid", "test"), SPLITS, strict=True))
 
 @final
 class OgbSource(DatasetSource):
-    """A dataset of OGB, such as ``ogb:ogbn-arxiv``. It needs the package ogb.
+    """A dataset from OGB, such as ``ogb:ogbn-arxiv``. It needs the package ogb.
 
-    The option ``root`` is the folder of downloads.
+    The option ``root`` is the folder for downloads.
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
@@ -574,7 +576,7 @@ class OgbSource(DatasetSource):
         self._root = Path(str(options.get("root", "dataset"))).expanduser()
 
     def load(self) -> RawGraph:
-        # ogb downloads a dataset that is not under root yet, and asks before large downloads.
+        # ogb downloads a dataset if it is not under root yet, and asks before large downloads.
         datasets = importlib.import_module("ogb.nodeproppred")
         with cache_set_aside(self._root / self._name.replace("-", "_")):
             try:
@@ -591,15 +593,15 @@ class OgbSource(DatasetSource):
 def raw_graph_from_ogb(
     name: str, graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
 ) -> RawGraph:
-    """Convert an item of ``NodePropPredDataset`` with one node type or several.
+    """Convert an item from ``NodePropPredDataset`` with one node type or several.
 
-    N is the number of nodes of a type, and E the number of edges. With several types, each of the values
-    below is a dict by type, and the names in ``graph`` end in ``_dict``.
+    A type has N nodes or E edges. With several types, each value below is a dict by type, and the names in
+    ``graph`` end in ``_dict``.
 
     Args:
         graph: The (2, E) ``edge_index`` and columns with names ``node_*`` and ``edge_*``.
         labels: (N, 1) classes, or (N, tasks) targets.
-        split: Node ids of ``train``, ``valid`` and ``test``.
+        split: Node ids for ``train``, ``valid`` and ``test``.
     """
     if "edge_index_dict" not in graph:
         graph, labels, split = _convert_to_several_types(graph, labels, split)
@@ -632,7 +634,7 @@ def raw_graph_from_ogb(
 def _convert_to_several_types(
     graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the arguments in the form of a dataset with several types."""
+    """Convert a dataset's values with one type to the dicts that a dataset with several types has."""
     typed_graph: dict[str, Any] = {"num_nodes_dict": {NODE_TYPE: graph["num_nodes"]}}
     for key, value in graph.items():
         if key == "edge_index":
@@ -644,7 +646,7 @@ def _convert_to_several_types(
 
 
 def _get_columns(graph: Mapping[str, Any], prefix: str, type_key: object) -> dict[str, Array]:
-    """Return the columns of a node or edge type. Their keys in ``graph`` begin with ``prefix``."""
+    """Return the columns for a node or edge type. Their keys in ``graph`` begin with ``prefix``."""
     columns = {}
     for key, values in graph.items():
         if not key.startswith(prefix) or key == "edge_index_dict":
@@ -653,7 +655,7 @@ def _get_columns(graph: Mapping[str, Any], prefix: str, type_key: object) -> dic
             continue
         name = key.removeprefix(prefix).removesuffix("_dict")
         value = np.asarray(values[type_key])
-        # OGB stores scalars as (K, 1), for example the year of a paper.
+        # OGB stores scalars as (K, 1), for example a paper's year.
         if name != "feat" and value.ndim == 2 and value.shape[1] == 1:
             value = value[:, 0]
         columns[FEATURE if name == "feat" else name] = value
@@ -672,7 +674,7 @@ def cache_set_aside(folder: Path) -> Iterator[None]:
     if cache.is_file():
         cache.replace(aside)
     elif (folder / "raw").is_dir():
-        # ogb expects this folder. But if it exists before a download, ogb asks to update.
+        # ogb expects this folder. If it existed before a download, ogb would ask whether to update.
         cache.parent.mkdir(exist_ok=True)
 
     try:

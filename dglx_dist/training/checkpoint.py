@@ -1,9 +1,10 @@
-"""Checkpoints of a run: model, optimizer, loader position and random state. Loading executes no saved code.
+"""Save and load a run's model, optimizer, loader position and random state. Loading executes no saved code.
 
 A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when it
-is complete, so an interrupted save does not affect earlier checkpoints. It has ``tensors-<rank>.bin`` (the
-bytes of one tensor after another) and ``state.json``. That file has the state, the position, dtype, shape and
-CRC-32 of each tensor, a CRC-32 of the index of each folder of rows, and a CRC-32 of all these values.
+is complete, so an interrupted save does not affect earlier checkpoints. Each rank writes its tensors one
+after another into ``tensors-<rank>.bin``. ``state.json`` holds all other state and describes each tensor by
+position, dtype, shape and CRC-32. It also has a CRC-32 for the index in each folder with embedding rows, and
+a CRC-32 over its own values.
 """
 
 import json
@@ -109,7 +110,7 @@ def _check_run(
     loader: object,
     random_state: bool,
 ) -> None:
-    """Raise CheckpointError if the checkpoint does not fit this dataset, number of ranks or torch."""
+    """Raise CheckpointError if the checkpoint does not fit the dataset, the number of ranks or this torch."""
     topology = current_session().topology
     for name, value in dataset.items():
         if state["dataset"].get(name, value) != value:
@@ -133,7 +134,7 @@ def _check_run(
 
 
 Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
-"""An optimizer of embeddings, several in a fixed order, or none."""
+"""An optimizer for embeddings, several in a fixed order, or none."""
 
 
 def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
@@ -143,7 +144,7 @@ def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
 
 
 def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) -> None:
-    """Raise CheckpointError if the saved rows are damaged or do not fit the optimizers of embeddings."""
+    """Raise CheckpointError if saved embedding rows are damaged or do not fit the ``sparse`` optimizers."""
     optimizers = list_optimizers(sparse)
     if len(optimizers) != len(checksums):
         raise CheckpointError(
@@ -158,7 +159,7 @@ def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) ->
 
 
 def _checksum_index(folder: Path) -> int:
-    """Return the CRC-32 of the index of saved rows. The index has the checksums of their files."""
+    """Return the CRC-32 of a folder's row index, which has the checksums of the row files."""
     try:
         return zlib.crc32(read_small_file(folder / INDEX))
     except OSError as error:
@@ -170,9 +171,9 @@ def _sparse_folder(checkpoint: Path, index: int) -> Path:
 
 
 class ResumableLoader(Protocol):
-    """Interface of a loader with a number of steps per epoch.
+    """Interface for a loader that knows its steps per epoch.
 
-    Its state has ``epoch``, ``step`` (completed steps of that epoch) and more JSON values.
+    Its state has ``epoch``, ``step`` (steps completed in that epoch) and more JSON values.
     """
 
     def __len__(self) -> int: ...
@@ -181,7 +182,7 @@ class ResumableLoader(Protocol):
 
 
 def _find_next_position(loader: ResumableLoader) -> Any:
-    """Return the position of a loader. After the last step of an epoch, that is the start of the next one."""
+    """Return the loader's position. After an epoch's last step, that is the start of the next epoch."""
     position = loader.state_dict()
     if position["step"] < len(loader):
         return position
@@ -193,13 +194,13 @@ _POSITION = ("epoch", "step", "world_size", "extra")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """Position of a loaded checkpoint."""
+    """The position and your own values from a loaded checkpoint."""
 
     path: Path
     epoch: int
     step: int
     world_size: int
-    """Number of ranks of the run that saved it."""
+    """Number of ranks that saved it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -218,27 +219,27 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
 ) -> Path:
     """Write a checkpoint and return its folder. Every rank must call this.
 
-    Names and shapes are those of the user's module, whatever the strategy.
+    Tensors have the names and shapes that they have in your own module, whatever the strategy.
 
     Args:
-        folder: Folder of the run's checkpoints, on a disk that all ranks share, or an address in an object
+        folder: Folder for the run's checkpoints, on a disk that all ranks share, or an address in an object
             store.
         model: Wrapped or plain model.
-        optimizer: Any optimizer of torch, over the model's parameters.
-        loader: Loader whose position is saved. The position also names the checkpoint. After the last step of
-            an epoch, it is the start of the next one.
-        sparse: Optimizer of embeddings, or several. The embeddings are saved with its state.
-        epoch: Next epoch to run if ``step`` is 0, otherwise the current one. None: that of ``loader``, or 0.
-        step: Completed steps of that epoch. None: those of ``loader``, or 0.
-        extra: JSON values of your own.
+        optimizer: Any torch optimizer over the model's parameters.
+        loader: Loader whose position is saved. The position also names the checkpoint. After an epoch's last
+            step, the position is the start of the next epoch.
+        sparse: Optimizer for embeddings, or several. The embeddings are saved with its state.
+        epoch: Next epoch to run if ``step`` is 0, otherwise the current one. None: the loader's epoch, or 0.
+        step: Steps completed in that epoch. None: the loader's step, or 0.
+        extra: Your own JSON values.
         dataset: JSON values that must be equal when the checkpoint is loaded.
         state: More objects with ``state_dict`` and ``load_state_dict``, by name: schedulers, further
             optimizers, a GradScaler, averaged weights. Their states may differ between ranks.
 
     Raises:
         ConfigError: on all ranks, if ``epoch`` or ``step`` differs from ``loader`` or from another rank.
-        CheckpointError: on all ranks, if model, optimizer, ``extra``, ``dataset`` or ``state`` has a value
-            that cannot be saved, or writing failed on one rank.
+        CheckpointError: on all ranks, if a value in model, optimizer, ``extra``, ``dataset`` or ``state``
+            cannot be saved, or writing failed on one rank.
         PeerError: a rank is dead or silent.
     """
     session = current_session()
@@ -254,7 +255,7 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
 
 
 def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: int | None) -> dict[str, int]:
-    """Return the epoch and step of a checkpoint. Raise ConfigError if they differ from the loader's."""
+    """Return the epoch and step to save. Raise ConfigError if the arguments contradict the loader."""
     arguments = {}
     if epoch is not None:
         arguments["epoch"] = check_integer("epoch", epoch, least=0)
@@ -267,7 +268,7 @@ def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: i
     if not isinstance(state, Mapping) or not {"epoch", "step"} <= state.keys():
         raise ConfigError(f"the position {state!r} of the loader needs epoch and step from its state_dict().")
 
-    # After the last step of an epoch, the arguments may name the end of this epoch or the start of the next.
+    # After an epoch's last step, the caller may pass the end of this epoch or the start of the next one.
     position = _find_next_position(loader)
     if not (arguments.items() <= position.items() or arguments.items() <= state.items()):
         raise ConfigError(
@@ -280,7 +281,7 @@ def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: i
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Objects that the checkpoints of a run save, see :func:`save`."""
+    """Objects that a run's checkpoints save, see :func:`save`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -292,7 +293,7 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """Share of one rank in a checkpoint, and ``state.json`` without the entries of its tensors."""
+    """One rank's share in a checkpoint, and ``state.json`` without the tensor entries."""
 
     own_tensors: Mapping[str, Tensor]
     rows: Sequence[tuple[WriteOwn, Mapping[str, object]]]
@@ -303,14 +304,14 @@ _WRITTEN = "written"
 
 
 class CheckpointWriter:
-    """Saves the checkpoints of a run from a copy, on a thread, while training continues.
+    """Saves a run's checkpoints in a background thread, from a copy of the state, while training continues.
 
-    All ranks must create it with the same arguments. The thread calls no collective. Each rank reports its
-    share to rank 0, which then publishes the checkpoint.
+    All ranks must create it with the same arguments. The thread calls no collective. Instead, each rank
+    reports its share to rank 0, which then publishes the checkpoint.
 
     Args:
-        keep: Number of newest checkpoints to keep. Older ones are removed after a new one is complete. None:
-            all.
+        keep: Number of checkpoints to keep. When a new one is complete, the oldest ones beyond this number
+            are removed. None: keep all.
     """
 
     def __init__(self, folder: str | Path, run: RunState, keep: int | None = None) -> None:
@@ -326,21 +327,21 @@ class CheckpointWriter:
         self._thread: Thread | None = None
         self._num_saves, self._failure = 0, ""
         self.protected: Path | None = None
-        """Checkpoint that is kept, however many newer ones there are."""
+        """Checkpoint that is never removed, however many newer ones there are."""
 
     @_storage_errors()
     def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
         """Save like :func:`save`. Without ``wait``, return when everything is copied. All ranks call this.
 
-        The call first waits for the previous checkpoint and raises the error of that save. If memory for a
-        copy is short on a rank, all ranks write without a copy before they return.
+        The call first waits for the previous checkpoint and raises its error if it could not be saved. If a
+        rank lacks memory for a copy, all ranks write without a copy before they return.
         """
         self.wait()
         final = self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, is_copy = self._take_snapshot(facts, wait=wait)
 
-        # The writer closes this stack. The partial folder is removed then if it was not renamed.
+        # _write closes this stack, which removes the partial folder if it was not renamed.
         stack = ExitStack()
         folder = stack.enter_context(self._open_partial_folder(final))
         self._num_saves += 1
@@ -356,7 +357,7 @@ class CheckpointWriter:
         return final
 
     def _open_partial_folder(self, final: Path) -> AbstractContextManager[Path]:
-        """Return a folder of all ranks, or one for each rank if they upload their files."""
+        """Open a folder that all ranks share, or one per rank if they upload their files."""
         store = self._store
         if store is None:
             return open_partial_folder(self._session, final)
@@ -375,7 +376,7 @@ class CheckpointWriter:
         self._thread = None
         if thread is None:
             return
-        # A thread without an identity was not started, see ``save``.
+        # A thread without an identity never started, because ``save`` wrote in the calling thread.
         if thread.ident is not None:
             thread.join()
         failures = [message for message in gather_json(self._failure, self._session) if message]
@@ -443,11 +444,11 @@ class CheckpointWriter:
         return own_tensors, state
 
     def _has_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether every rank can hold a copy of its ``tensors``. Every rank must call this."""
+        """Return whether every rank has memory to copy its ``tensors``. Every rank must call this."""
         session = self._session
         buffer_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
         new_bytes = max(0, sum(tensor.nbytes for tensor in tensors) - buffer_bytes)
-        # All ranks of a machine copy at once.
+        # All ranks on a machine copy at once.
         ranks_on_host = session.hosts.count(session.hosts[session.topology.rank])
         _, free_bytes = machine_memory()
         has_memory = new_bytes * ranks_on_host < free_bytes
@@ -503,7 +504,7 @@ class CheckpointWriter:
     def _publish(
         self, reports: Sequence[dict[str, Any]], snapshot: _Snapshot, folder: Path, final: Path
     ) -> None:
-        """Complete and rename the checkpoint. At every moment, the old or the new one is complete."""
+        """Complete and rename the checkpoint. If it replaces one, the old one stays complete until then."""
         for report in reports:
             if report["problem"]:
                 raise CheckpointError(report["problem"])
@@ -525,11 +526,10 @@ class CheckpointWriter:
 
 
 class Checkpoints:
-    """Checkpoints for your own training loop. Resumes from the newest one in ``folder`` and saves during
-    training.
+    """Saves checkpoints in your own training loop, after resuming from the newest one in ``folder``.
 
-    All ranks must create it with the same arguments, after model, optimizer and loader. The end of the
-    session waits for the last checkpoint::
+    All ranks must create it with the same arguments, after model, optimizer and loader. The session waits for
+    the last checkpoint before it ends::
 
         saved = dx.checkpoints("run", model, optimizer, loader, every="200steps", keep=2)
         for epoch in range(saved.epoch, 10):
@@ -540,14 +540,14 @@ class Checkpoints:
     Args:
         folder: Folder on a disk that all ranks share, or an address in an object store.
         model: Model, see :func:`save`. The same holds for ``optimizer`` and ``sparse``.
-        loader: Loader whose position is saved. A resumed loader first yields the remaining batches of its
+        loader: Loader whose position is saved. A resumed loader first yields the batches that remain in its
             epoch.
         every: Epochs between checkpoints, or steps: ``"200steps"``.
         keep: Number of newest checkpoints to keep. None: all.
         state: Schedulers and other objects by name, see :func:`save`.
 
     Raises:
-        ConfigError: ``every`` is neither a number of epochs nor of steps.
+        ConfigError: ``every`` is neither a number of epochs nor a text like ``"200steps"``.
         CheckpointError: see :func:`load`.
     """
 
@@ -574,9 +574,9 @@ class Checkpoints:
 
         lock_folder(folder)
         self.epoch = 0
-        """First epoch of the loop. It is the epoch of the checkpoint if one was loaded."""
+        """First epoch for your loop: 0, or the epoch in which a loaded checkpoint continues."""
         self.extra: dict[str, Any] = {}
-        """JSON values of your own, saved with each checkpoint and loaded."""
+        """Your own JSON values. Each checkpoint saves them, and resuming restores them."""
         if read_extra(folder) is not None:
             resumed = load(folder, **vars(run), which=NEWEST)
             self.epoch = resumed.epoch
@@ -588,17 +588,17 @@ class Checkpoints:
         current_session().before_close.append(self.close)
 
     def close(self) -> None:
-        """Wait for the last checkpoint. Signals then end ranks at once. Every session calls it at its end."""
+        """Wait for the last checkpoint, and let signals end ranks at once again. The session calls this."""
         self._open.close()
         self._writer.wait()
 
     def step(self) -> None:
-        """Save if a checkpoint is due. Call it after each step, on all ranks.
+        """Save if a checkpoint is due. Call this after each step, on all ranks.
 
         Raises:
-            CheckpointError: see :func:`save`. The error may be that of the previous checkpoint, which is
-                written meanwhile.
-            Stopped: a rank received SIGTERM, SIGUSR1 or Ctrl-C. A checkpoint of this step is saved.
+            CheckpointError: see :func:`save`. The failed checkpoint may be the previous one, because it is
+                written while training continues.
+            Stopped: a rank received SIGTERM, SIGUSR1 or Ctrl-C. A checkpoint after this step is saved.
         """
         position = _find_next_position(self._loader)
         epoch = int(position["epoch"])
@@ -616,8 +616,8 @@ checkpoints = Checkpoints
 
 
 def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes. Ranks with the same tensor take turns. All ranks call it."""
-    # A rank may lack the optimizer's state of a parameter that had no gradient there.
+    """Return the tensors that this rank writes. Ranks with the same tensors share the work. Collective."""
+    # A rank may lack the optimizer's state for a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
     for rank, rank_names in enumerate(gather_json(list(tensors), session)):
         for name in rank_names:
@@ -645,23 +645,23 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
 ) -> LoadedCheckpoint:
     """Resume from a checkpoint. Every rank must call this.
 
-    Any number of ranks may load it. With the number of ranks that saved it, the resumed run is bit-equal to
-    one that was never interrupted. Otherwise the ranks' random state is not restored, and a position inside
-    an epoch is rejected, because its steps have other seeds.
+    Any number of ranks may load it. If as many ranks saved it, the resumed run is bit-equal to one that was
+    never interrupted. Otherwise the ranks' random state is not restored, and a position inside an epoch is
+    rejected, because that epoch's steps would have other seeds.
 
     Args:
         folder: A checkpoint, a folder of checkpoints, or a run folder of ``dglx train``. Rank 0 logs which
             checkpoint is loaded.
         model: Wrapped or plain model, loaded in place.
-        optimizer: Optimizer of the same kind and over the same parameters as the saved one.
+        optimizer: Optimizer with the same class and over the same parameters as the saved one.
         loader: Loader that is set to the saved position.
-        sparse: Optimizers of the same kind and over the same embeddings as the saved ones, in the same order.
+        sparse: Optimizers with the same classes, embeddings and order as the saved ones.
         dataset: Values to compare with the saved ones. A name that only one side has is ignored.
         random_state: Whether to restore torch's generators.
-        state: Objects under the names that they were saved with. It may be None only if no optimizer
-            is loaded, as for predictions.
+        state: Objects under the names that they were saved with. You may only leave them out if you load no
+            optimizer, as for predictions.
         which: Checkpoint to load: ``best`` by validation, as ``dx.fit`` and ``dglx train`` record it, or
-            ``newest``. None: the newest with ``optimizer`` or ``loader``, otherwise the best if there is one.
+            ``newest``. None: the newest if ``optimizer`` or ``loader`` is given, otherwise the best if any.
 
     Raises:
         CheckpointError: on all ranks, if there is no checkpoint, it is damaged, or its model, optimizer,
@@ -677,7 +677,7 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
         selection = NEWEST
     path = _choose_on_rank_0(folder, selection, logs_reason=which != NEWEST)
 
-    # Returns ``state.json``, the tensors, the optimizer's state, and the states of the objects.
+    # Returns ``state.json``, the tensors, the optimizer's state, and the objects' states.
     def read() -> tuple[dict[str, Any], dict[str, Tensor], Mapping[str, Any], dict[str, Any]]:
         with read_state(path) as contents:
             tensors = {name: read_entry(path, name, entry) for name, entry in contents["tensors"].items()}
@@ -719,9 +719,9 @@ def _read_tensors(
     optimizer: bool,
     random_state: bool,
 ) -> dict[str, Tensor]:
-    """Read the tensors of the model, the optimizer and this rank.
+    """Read the tensors for the model, the optimizer and this rank.
 
-    Tensors of a rank are only read if the checkpoint was saved by as many ranks.
+    A rank's own tensors are only read if as many ranks saved the checkpoint.
     """
     topology = current_session().topology
     prefixes = ["model/"]
@@ -736,7 +736,7 @@ def _read_tensors(
 
 
 def _set_position(loader: ResumableLoader, positions: Sequence[Any], session: Session) -> None:
-    """Set the loader to the saved position of this rank, or of rank 0 if there were more or fewer ranks."""
+    """Set the loader to this rank's saved position, or to rank 0's if the number of ranks has changed."""
     has_same_size = len(positions) == session.topology.world_size
     position = positions[session.topology.rank] if has_same_size else positions[0]
     run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
@@ -756,7 +756,7 @@ def _choose_on_rank_0(folder: str | Path, which: Which | None, *, logs_reason: b
         return os.path.relpath(path, states)
 
     name = broadcast_json(run_on_all_ranks(session, choose_path, CheckpointError), session)
-    # The first rank of each machine fetches the files, and the others find them.
+    # The first rank on each machine fetches the files, and the others find them on disk.
     run_on_all_ranks(session, lambda: fetch_checkpoint(folder, name) if session.is_first_on_machine else None)
     return run_on_all_ranks(session, lambda: fetch_checkpoint(folder, name))
 
@@ -767,7 +767,7 @@ def _read_objects(
     tensors: Mapping[str, SavedTensor],
     objects: Mapping[str, Stateful],
 ) -> dict[str, Any]:
-    """Return the saved states of ``objects`` by name. Earlier versions saved none."""
+    """Return the saved states for ``objects`` by name. Checkpoints from earlier versions have none."""
     session = current_session()
     entries = contents.get("objects", {})
     values = select_values(path, entries, objects, session)
@@ -792,7 +792,7 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
     random_states = select_prefix(f"random/{rank}/", tensors)
     if "cpu" in random_states:
         torch.set_rng_state(random_states["cpu"])
-    # A checkpoint of GPUs may be resumed on CPUs, and vice versa.
+    # A run on GPUs may be resumed on CPUs, and vice versa.
     if "cuda" in random_states and session.device.type == "cuda":
         torch.cuda.set_rng_state(random_states["cuda"], session.device)
 
@@ -800,7 +800,7 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
 def read_extra(
     folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
 ) -> Mapping[str, Any] | None:
-    """Return ``extra`` of the newest checkpoint on rank 0's disk, or None. Every rank must call this.
+    """Return ``extra`` from the newest checkpoint that rank 0 finds, or None. Every rank must call this.
 
     Raises CheckpointError if the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
     """
@@ -866,7 +866,7 @@ def remove_all(folder: str | Path) -> None:
 
 
 def _check_values(json_values: Mapping[str, object], weights: Mapping[str, object]) -> None:
-    """Raise CheckpointError if a value is not JSON, or an entry of the model's state is not a tensor."""
+    """Raise CheckpointError if a value is not JSON, or an entry in the model's state is not a tensor."""
     for name, value in json_values.items():
         try:
             json.dumps(value)

@@ -1,4 +1,4 @@
-"""Folder of a run's checkpoints: their names, ``state.json``, and the choice of the one to load."""
+"""Name a run's checkpoints, read and write their ``state.json``, and choose the checkpoint to load."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ REMEDY = "move its folder away to load the checkpoint before it"
 
 
 def read_count(value: object) -> int:
-    """Return ``value`` if it is a whole number of at least 0. Raise ValueError otherwise."""
+    """Return ``value`` if it is a whole number and at least 0. Raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no whole number of at least 0")
     return value
@@ -53,9 +53,9 @@ def read_state(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_state(path: Path, state: Any) -> None:
-    """Raise CheckpointError for another version of the format, and ValueError for damaged values.
+    """Raise CheckpointError for another format version, and ValueError for damaged values.
 
-    Values are damaged, too, if they belong to another step than the name of the folder says.
+    Values also count as damaged if they belong to another step than the folder's name says.
     """
     if state.get("version") != VERSION:
         raise CheckpointError(
@@ -84,12 +84,12 @@ FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)
 
 
 def folder_name(epoch: int, step: int = 0) -> str:
-    """Return the name of the checkpoint after ``step`` steps of ``epoch``."""
+    """Return the checkpoint's folder name after ``step`` steps in ``epoch``."""
     return f"epoch-{epoch:06d}-step-{step:09d}"
 
 
 def find_latest(folder: str | Path) -> Path:
-    """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
+    """Return the newest complete checkpoint in a folder or run folder, or ``folder`` itself if it is one."""
     newest = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
     if newest is not None:
         return newest
@@ -114,8 +114,8 @@ Which: TypeAlias = Literal["best", "newest"]
 def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
     """Return the newest or the best checkpoint in ``folder``, and a text that says why it was chosen.
 
-    With ``which=None`` it is the best one, if the run has evaluated epochs and that checkpoint still exists.
-    The text is empty if ``folder`` is a checkpoint itself.
+    ``which=None`` prefers the best one. It falls back to the newest if no epoch was evaluated or the best
+    checkpoint no longer exists. The text is empty if ``folder`` is a checkpoint itself.
     """
     if which not in (None, BEST, NEWEST):
         raise ConfigError(f"which={which!r} must be 'best' or 'newest'. Leave it out to load the best one.")
@@ -129,9 +129,9 @@ def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
     obstacle = "no epoch was evaluated"
     best_epoch = _read_best_epoch(newest)
     if best_epoch is not None:
-        # A checkpoint at the end of an epoch has the number of the next epoch.
+        # A checkpoint at the end of an epoch is named by the next epoch.
         path = newest.parent / folder_name(best_epoch + 1)
-        # A checkpoint of this name may belong to an earlier run with another best epoch.
+        # An earlier run with another best epoch may have left a checkpoint with this name.
         if (path / STATE_NAME).is_file() and _read_best_epoch(path) == best_epoch:
             return path, f"the best by validation (the newest is {newest.name}; which='newest' loads it)"
         obstacle = f"the best one, {path.name}, does not exist"
@@ -142,8 +142,9 @@ def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
 
 
 def _read_best_epoch(checkpoint: Path) -> int | None:
-    """Return the best epoch so far of a run of ``dx.fit``. None: no epoch was evaluated, or the checkpoint
-    belongs to another training loop.
+    """Return the best epoch that ``dx.fit`` had found when it saved the checkpoint.
+
+    None: no epoch was evaluated, or another training loop saved the checkpoint.
     """
     with read_state(checkpoint) as state:
         extra = state["extra"]
@@ -180,14 +181,14 @@ def list_complete(folder: Path) -> list[tuple[Key, Path]]:
 def parse_key(name: str) -> Key | None:
     """Return (epoch, step, whether the folder is not being replaced), or None for other folders.
 
-    Keys sort by age.
+    Keys sort from the oldest checkpoint to the newest.
     """
     match = FOLDER_NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2]), match[3] is None)
 
 
 def remove_older(newest: Path, keep: int, protected: Path | None) -> None:
-    """Remove all checkpoints before ``newest`` except ``protected`` and the last ``keep - 1``."""
+    """Remove all checkpoints before ``newest``, except the last ``keep - 1`` and ``protected``."""
     newest_entry = parse_key(newest.name), newest
     older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_entry)
     # The newest checkpoint counts as one of the ``keep``.

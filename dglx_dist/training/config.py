@@ -1,6 +1,6 @@
-"""Options of training: of ``dx.fit``, ready-made models, ``dglx train`` and ``dglx plan``.
+"""Define the training options for ``dx.fit``, ready-made models, ``dglx train`` and ``dglx plan``.
 
-Imports no torch, so that ``dglx --help`` is fast.
+This module does not import torch, so that ``dglx --help`` is fast.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
 
 PRECISIONS = ("float32", "bf16")
-"""Precisions of forward passes in training. Weights, gradients and evaluation keep the model's dtype."""
+"""Precisions for forward passes in training. Weights, gradients and evaluation keep the model's dtype."""
 
 FLOAT32, BF16 = PRECISIONS
 
@@ -50,10 +50,10 @@ METRICS_BY_TASK: Mapping[str, tuple[str, ...]] = {
     REGRESSION: ("mae", "rmse"),
     LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc", "roc_auc", "average_precision"),
 }
-"""Task to its metrics. Defaults are the first two, for classification the first, for link up to ``auc``."""
+"""Task to its metrics, defaults first: five for link, one for classification, two for the other tasks."""
 LESS_IS_BETTER = ("mae", "rmse")
 EXPORT_INDEX = "_index.json"
-"""Index file of exported rows. Readers of Parquet ignore names that begin with ``_``."""
+"""Index file for exported rows. Parquet readers ignore names that begin with ``_``."""
 NO_ENCODER = "none"
 """Stands for a model that scores trainable rows directly."""
 DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
@@ -61,7 +61,7 @@ _METRICS = tuple(dict.fromkeys(chain(*METRICS_BY_TASK.values())))
 
 
 def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return ``metrics``, or the defaults of ``task``. Raise ConfigError for a metric of another task."""
+    """Return ``metrics``, or the task's defaults. Raise ConfigError for another task's metric."""
     allowed = METRICS_BY_TASK.get(task, ())
     metrics = list_names(metrics)
     for name in metrics:
@@ -92,7 +92,7 @@ _of_servers = partial(option, panel="Servers")
 
 
 Every: TypeAlias = int | str
-"""Interval between checkpoints: a number of epochs, or ``"200steps"``."""
+"""Interval between checkpoints: a number counts epochs, and a text like ``"200steps"`` counts steps."""
 _EVERY = re.compile(r"([0-9]{1,12})( ?steps?)?")
 
 
@@ -108,7 +108,7 @@ def count_steps_between(every: Every, steps_of_epoch: int) -> int:
 
 def _make_every_check(min_epochs: int) -> Check:
     def is_allowed(every: Any) -> bool:
-        # A number of steps has to be positive, even where 0 epochs are allowed.
+        # Steps have to be positive, even where 0 epochs are allowed.
         minimum = max(1, min_epochs) if isinstance(every, str) else min_epochs
         try:
             return count_steps_between(every, 1) >= minimum
@@ -242,11 +242,11 @@ class RunOptions:
 
 
 def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> float:
-    """Return the factor of the learning rate in a step. Steps are counted from the start of the run."""
+    """Return the factor that scales the learning rate in a step. Steps count from the start of the run."""
     num_warmup_steps = config.warmup * steps_of_epoch
     num_steps = config.epochs * steps_of_epoch
     if step < num_warmup_steps:
-        # The factor of the first step is above 0, and the factor of the last warmup step is 1.
+        # The first step's factor is above 0, and the last warmup step's factor is 1.
         return (step + 1) / num_warmup_steps
     if config.schedule == "cosine":
         share = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
@@ -259,7 +259,7 @@ def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> f
 
 
 def check_run(config: RunOptions) -> None:
-    """Raise ConfigError if two options of a run contradict each other, or TensorBoard is not installed."""
+    """Raise ConfigError if two options contradict each other, or TensorBoard is needed but not installed."""
     refuse_addresses(config, ("trace", "tensorboard"))
     if isinstance(config.metric, str):
         raise ConfigError(f"metric is the string {config.metric!r}, not a tuple: ({config.metric!r},)")
@@ -273,7 +273,7 @@ def check_run(config: RunOptions) -> None:
             "is 0. Set it to at least 1, or remove --eval-sample."
         )
 
-    # A function that evaluates takes no sample. FitConfig has one for links, too.
+    # The user's evaluation function takes no sample. FitConfig also has one for links.
     has_own_evaluation = getattr(config, "evaluate", None) is not None or not isinstance(config.task, str)
     for flag, value in (("sample", config.eval_sample), ("activations", config.eval_activations)):
         if value is not None and (config.task == LINK or has_own_evaluation):
@@ -300,7 +300,7 @@ def check_run(config: RunOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Options of a ready-made model and its mini-batches. A wrong value raises ConfigError."""
+    """Options for a ready-made model and its mini-batches. A wrong value raises ConfigError."""
 
     model: str = _of_model("sage", _MODELS)
     layers: int = _of_model(2, "Number of convolutions.", check=at_least(1))
@@ -362,7 +362,7 @@ class ModelConfig:
             )
 
     def _model_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield (option, whether its value is wrong, allowed values) of options that the model restricts."""
+        """Yield (option, whether its value is wrong, allowed values) for options that the model restricts."""
         if has_option(self.model, "heads"):
             is_divisor = self.heads >= 1 and self.hidden % self.heads == 0
             yield "heads", not is_divisor, f"a divisor of --hidden {self.hidden}"
@@ -377,13 +377,13 @@ class ModelConfig:
 
     @property
     def between(self) -> dict[str, Any]:
-        """Arguments of ``build_model``."""
+        """Arguments for ``build_model``."""
         return {name: getattr(self, name) for name in LAYER_OPTIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunOptions, ModelConfig):
-    """Options of ``dglx train``: one run of a ready-made model. A wrong value raises ConfigError."""
+    """Options for ``dglx train``, which trains a ready-made model. A wrong value raises ConfigError."""
 
     data: str = path_option(..., "Folder or address that `dglx partition` wrote.", metavar="DIR")
     strategy: str = option(
@@ -553,7 +553,7 @@ class TrainConfig(RunOptions, ModelConfig):
         else:
             check_kind(self.model, (*KINDS, NO_ENCODER))
 
-        # The metrics of ``auto`` are checked once the labels are read.
+        # With ``auto``, the labels decide the task, so metrics are checked once the labels are read.
         if self.task != AUTO_TASK:
             list_metrics(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -567,12 +567,12 @@ class TrainConfig(RunOptions, ModelConfig):
             object.__setattr__(self, "out", str(folder))
 
     def _read_model_file(self, model_file: str) -> None:
-        """Set ``model`` to the file and the class, and ``model_sha256``. ConfigError if they are invalid."""
+        """Set ``model`` to ``file:class``, and ``model_sha256``. Raise ConfigError if they are invalid."""
         path, _, name = model_file.rpartition(":")
         model = f"{Path(path).name}:{name}"
         if not path or not name.isidentifier():
             raise ConfigError(f"--model-file {model_file} must be FILE.py:NAME, like my_model.py:Model")
-        # A copy of this record has the file as its model already.
+        # In a copy of this record, ``model`` names the file already.
         if self.model not in ("sage", model):
             raise ConfigError(f"--model-file {model_file} replaces --model {self.model}. Use one of the two.")
         try:
@@ -580,12 +580,12 @@ class TrainConfig(RunOptions, ModelConfig):
         except OSError as error:
             raise ConfigError(f"--model-file {path} cannot be read: {error.strerror}") from None
         object.__setattr__(self, "model", model)
-        # Copies of the record belong to one run, so they keep the checksum of the first record.
+        # Copies of the record belong to one run, so they keep the first record's checksum.
         if not self.model_sha256:
             object.__setattr__(self, "model_sha256", digest)
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield (option, whether its value is wrong, allowed values) of options that depend on each other."""
+        """Yield (option, whether its value is wrong, allowed values) for options that depend on others."""
         recomputes = self.recompute != "none"
         remedy = f"left out with --model {self.model}: only resgcn recomputes layers"
         yield "recompute", recomputes and not has_option(self.model, "recompute"), remedy
@@ -617,7 +617,7 @@ class TrainConfig(RunOptions, ModelConfig):
             yield "trace", bool(self.trace), "left out with --seeds: each run would replace it"
 
     def _export_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield the checks of :meth:`_checks` of options for predictions and embeddings."""
+        """Yield checks like :meth:`_checks` for options about predictions and embeddings."""
         if self.save_embeddings is not None:
             is_shallow = self.layers < 2 and self.task != LINK
             remedy = "left out with --layers 1, whose only layer gives the scores"
@@ -627,13 +627,13 @@ class TrainConfig(RunOptions, ModelConfig):
         is_nested = any(inner.is_relative_to(outer) for inner, outer in permutations(folders, 2))
         yield "save-embeddings", is_nested, "another folder than --predictions, and neither in the other"
 
-        # Files of an earlier run with a single seed would look like part of this run.
+        # Files that an earlier run with a single seed left behind would look like part of this run.
         for folder in folders if self.seeds else ():
             is_used = (folder / EXPORT_INDEX).is_file()
             yield "seeds", is_used, f"left out, or {folder} removed: its files would stay beside seed-N"
 
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield the checks of :meth:`_checks` of options for links."""
+        """Yield checks like :meth:`_checks` for options about links."""
         is_auto = self.strategy == AUTO
         if self.task != LINK:
             yield "embeddings", self.embeddings is not None and is_auto, "left out with --strategy auto"
@@ -656,7 +656,7 @@ class TrainConfig(RunOptions, ModelConfig):
             yield "model", self.embeddings is None, remedy
 
     def _time_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield the checks of :meth:`_checks` of links over time."""
+        """Yield checks like :meth:`_checks` for options about links over time."""
         if self.split_time is not None:
             # A comparison with NaN is false, so NaN is rejected, too.
             is_rising = len(self.split_time) == 2 and self.split_time[0] < self.split_time[1]
@@ -679,10 +679,11 @@ _NOT_TRAINED = (
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file", "optimizer"),
 )
-"""Fields of TrainConfig that do not change the trained model. A resumed run may have other values.
+"""TrainConfig fields that a resumed run may change.
 
-The saved groups of the optimizer have its kind and its settings, so these are compared there. The dataset is
-compared by its content. Another number of ranks can resume too, but not with the same bits.
+Most of them do not change the trained model. A few are compared elsewhere: the optimizer's kind and settings
+with its saved groups, and the dataset by its content. Another number of ranks can resume too, but not with
+the same bits.
 """
 
 
@@ -696,7 +697,7 @@ def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
 
 
 def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
-    """Return the number of ranks per server, or None without servers. Raise ConfigError if it is uneven."""
+    """Return the ranks per server, or None without servers. Raise ConfigError if they cannot be equal."""
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")
     if servers is None:
@@ -711,7 +712,7 @@ def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """Options of ``dglx predict``. A wrong value raises ConfigError."""
+    """Options for ``dglx predict``. A wrong value raises ConfigError."""
 
     run: str = path_option(..., "Run folder of `dglx train`.", metavar="RUNDIR")
     out: Path = option(..., "File of the answers, .parquet or .csv.", flag="--out", metavar="FILE")

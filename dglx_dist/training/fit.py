@@ -1,4 +1,4 @@
-"""``train``: preparation of a run, and the loop over its epochs."""
+"""``train`` prepares a run and loops over its epochs."""
 
 from __future__ import annotations
 
@@ -72,25 +72,26 @@ def train(  # noqa: PLR0913 - all but four have defaults
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly. Every rank must call this.
 
-    Resume from the newest checkpoint in ``config.checkpoint_folder`` if there is one. On the same number of
-    ranks, the weights are then bit-equal to those of a run that was never interrupted. With that folder,
-    SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
+    If ``config.checkpoint_folder`` has checkpoints, training resumes from the newest one. On the same number
+    of ranks, the weights are then bit-equal to those after an uninterrupted run. While training writes to
+    that folder, SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint after the current step and raise
+    :class:`Stopped` on all ranks.
 
     Args:
         model: Result of :func:`dglx_dist.wrap`.
         loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
             for ``config.task``.
         optimizer: Optimizer over the parameters of ``model``.
-        g: The graph that the loader samples. It is evaluated on its masks.
+        g: The graph that the loader samples. The model is evaluated on its masks.
         config: See :func:`dglx_dist.fit`, also for ``callbacks``.
-        sparse: Optimizers of embeddings, stepped and saved with ``optimizer``.
-        scheduler: Scheduler of ``optimizer``, stepped after each epoch. A ``ReduceLROnPlateau`` is stepped
-            after each evaluation with the first validation metric. It is saved and resumed.
+        sparse: Optimizers for embeddings, stepped and saved with ``optimizer``.
+        scheduler: Scheduler for ``optimizer``, stepped after each epoch. A ``ReduceLROnPlateau`` is stepped
+            with the first validation metric after each evaluation. Checkpoints save it.
         state: More objects that checkpoints save, see :func:`dglx_dist.save`.
 
     Raises:
-        ConfigError: the loader attaches no features or labels, or (before training) the model cannot be
-            evaluated exactly, or the checkpoints are of another configuration.
+        ConfigError: the loader attaches no features or labels. Before training, also if the model cannot be
+            evaluated exactly, or the checkpoints belong to another configuration.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written. This is raised before training if possible.
         Stopped: a rank received a signal to stop.
@@ -157,7 +158,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
 
 
 def _refuse_unsupported(model: WrappedModel, loader: TrainingLoader) -> None:
-    """Raise ConfigError for batches without blocks, or autocast for the device of ``model``."""
+    """Raise ConfigError if the loader yields no blocks, or autocast is on for the model's device."""
     if isinstance(loader, SubgraphLoader):
         raise ConfigError(
             "dx.fit trains on blocks, but this loader yields graphs. Write your own loop, or use "
@@ -173,9 +174,9 @@ def _refuse_unsupported(model: WrappedModel, loader: TrainingLoader) -> None:
 
 
 def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
-    """Return ``config`` with task, loss and metrics. Every rank must call this.
+    """Return ``config`` with the task, loss and metrics that the labels ask for. Every rank must call this.
 
-    For a regression, also let ``module`` learn standardised targets.
+    For a regression, also make ``module`` learn standardised targets.
     """
     if not isinstance(config.task, str):
         return config
@@ -183,7 +184,7 @@ def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConf
     if config.class_weight != "none" and config.loss is not None:
         raise ConfigError("class_weight applies to the task's own loss only. Leave loss or class_weight out.")
     if config.loss is not None and config.evaluate is not None:
-        # Loss and evaluation are functions of the user, so labels of any kind are fine.
+        # The user passes both loss and evaluation, so labels of any kind are fine.
         return replace(config, ntype=ntype)
 
     task, _ = read_task(g, ntype, config.label, config.task)
@@ -193,7 +194,7 @@ def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConf
     has_targets = {config.label, TRAIN} <= g.nodes[ntype].data.keys()
     if task == REGRESSION and has_targets and config.loss is None and isinstance(module, Layered):
         mean, deviation = compute_moments(g, ntype, config.label, TRAIN)
-        # Targets that are all equal have a deviation of 0, which cannot divide the error.
+        # If all targets are equal, their deviation is 0, and the error cannot be divided by it.
         weights = torch.where(deviation > 0, deviation, 1.0).to(find_float_parameter(module).device)
         module.standardise(mean.to(weights), weights)
 
@@ -205,7 +206,7 @@ def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConf
 
 
 def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
-    """Return ``config`` with the loss of :func:`make_exact`. ``is_own``: the user has passed the loss."""
+    """Return ``config`` with the loss from :func:`make_exact`. ``is_own``: the user has passed the loss."""
     if config.own_task is not None or not get_strategy(g.session).traits.own_loop:
         return config
     loss = make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own)
@@ -214,13 +215,13 @@ def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConf
 
 @contextmanager
 def _begin_run(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
-    """Call ``config.on_begin`` if epochs remain. With checkpoints, signals can stop the block."""
+    """Call ``config.on_begin`` if epochs remain. If checkpoints are saved, signals can stop the block."""
 
     def begin() -> None:
         if config.on_begin is not None and not is_over:
             config.on_begin()
 
-    # Once rank 0 reports that training starts, all ranks can be stopped.
+    # The block is entered first, so that a signal can stop any rank once rank 0 reports that training starts.
     with nullcontext() if config.checkpoint_folder is None else session.stoppable():
         run_on_all_ranks(session, begin)
         yield
@@ -229,7 +230,7 @@ def _begin_run(session: Session, config: FitConfig, *, is_over: bool) -> Iterato
 def _show_progress(
     run: TrainingRun, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
 ) -> AbstractContextManager[Advance]:
-    """Return a progress bar over the remaining steps of the run."""
+    """Open a progress bar over the run's remaining steps."""
     first_epoch = run.result.first_epoch
     last_epoch = config.epochs - 1
     title = f"training epochs {first_epoch} to {last_epoch}"
@@ -270,7 +271,7 @@ def _make_step(
 
 
 def _make_objective(config: FitConfig, sparse: Sparse) -> Objective:
-    """Return what a trainer needs to know. A trainer is a strategy's own loop over epochs."""
+    """Collect the settings for a trainer, which is a strategy's own loop over epochs."""
     loss = None
     if config.own_task is None:
         loss = config.loss or cross_entropy

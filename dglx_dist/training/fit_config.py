@@ -1,4 +1,4 @@
-"""Configuration and result of ``train``, and checks that the strategy supports the requested updates."""
+"""Configure ``train``, describe its result, and check that the strategy supports the requested updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ under their names, like ``val_mrr``.
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(RunOptions):
-    """Configuration of ``fit.train``, in addition to options of ``dglx train``. ConfigError if invalid."""
+    """Configuration for ``fit.train``, on top of the options for ``dglx train``. ConfigError if invalid."""
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks. None: no checkpoints are saved."""
@@ -89,40 +89,43 @@ class FitResult:
     """Result of ``fit.train``, equal on all ranks."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
-    """Records of the epochs of this call, without those before a resume."""
+    """Epoch records from this call. Epochs before a resume are not included."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Mask to exact accuracy after the last epoch. With ``patience``, of the best epoch."""
+    """Mask to exact accuracy after the last epoch, or with ``patience`` after the best epoch."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Exact metrics of the same epoch, like ``test_f1_micro``."""
+    """Exact metrics after the same epoch, like ``test_f1_micro``."""
     task: str = "own"
-    """Task of the nodes. ``own``: a function of the user."""
+    """Node task. ``own``: the user's function."""
     best_epoch: int | None = None
     """Epoch with the best first validation metric. None without evaluation."""
     best_val_accuracy: float | None = None
-    """Value of that metric, whichever it is. With ``eval_sample``, it is exact if ``patience`` is set."""
+    """That metric's value at the best epoch, even if the metric is not accuracy.
+
+    With ``eval_sample``, it is exact if ``patience`` is set.
+    """
     first_epoch: int = 0
-    """First epoch of this call. Above 0 after a resume."""
+    """First epoch that this call trained. Above 0 after a resume."""
     stopped_early: bool = False
     precision: str = FLOAT32
     """Precision of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
-    """Cost of the run, as ``dollars`` with a ``label``. Empty if nothing is paid by use."""
+    """The run's cost, as ``dollars`` with a ``label``. Empty if nothing is paid by use."""
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Payload of training in this call: phase to [source rank, destination rank, bytes]. Rank -1 is a worker.
-    Its sum is that of ``bytes_inside`` and ``bytes_outside``, but without the part of an epoch before a
-    resume.
+    """Bytes that training sent in this call, by phase: [source rank, destination rank, bytes]. Rank -1 is a
+    worker. The bytes add up to ``bytes_inside`` and ``bytes_outside``, except that an epoch's steps before a
+    resume are missing here.
     """
     choice: Any = None
     """The ``planner.records.Choice`` of strategy ``auto``, with outcome. None: you named the strategy."""
 
     @property
     def val_accuracy(self) -> float | None:
-        """Validation accuracy of the epoch of ``accuracy``."""
+        """Validation accuracy in ``accuracy``."""
         return self.accuracy.get(VALIDATION)
 
     @property
     def test_accuracy(self) -> float | None:
-        """Test accuracy of the epoch of ``accuracy``."""
+        """Test accuracy in ``accuracy``."""
         return self.accuracy.get(TEST)
 
 
@@ -131,10 +134,10 @@ log = logging.getLogger(__name__)
 Scheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
 
 SCHEDULER = "scheduler"
-"""Name of the scheduler among the objects of a checkpoint."""
+"""The scheduler's name among the objects in a checkpoint."""
 
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {"precision": (None, FLOAT32), "accumulate": (1,)}
-"""Options that change a step, with the values that any strategy trains with."""
+"""Options that change a step, with the values that every strategy supports."""
 
 
 def needs_own_loop(config: RunOptions) -> str | None:
@@ -147,7 +150,7 @@ def needs_own_loop(config: RunOptions) -> str | None:
 
 
 def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy without a training loop in torch would have to change its steps."""
+    """Raise ConfigError if the options change steps, but the strategy has no training loop in torch."""
     option = needs_own_loop(config)
     if option is not None and not traits.own_loop:
         raise ConfigError(
@@ -166,10 +169,9 @@ def check_updates(
     has_own_evaluation: bool,
     steps_of_epoch: int,
 ) -> None:
-    """Raise ConfigError if gradients cannot be clipped or accumulated exactly, or the scheduler has no
-    effect.
+    """Raise ConfigError if gradients cannot be clipped or accumulated exactly, or the scheduler does not fit.
 
-    Log a warning on rank 0 if there is only one batch to accumulate.
+    Rank 0 logs a warning if an epoch has one step, because then there is nothing to accumulate.
     """
     if config.accumulate > 1 and steps_of_epoch == 1 and current_session().topology.rank == 0:
         log.warning(

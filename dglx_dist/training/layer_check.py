@@ -1,4 +1,4 @@
-"""A check that the layers of a model get the same rows one after the other as in its ``forward``."""
+"""Check that a model's layers, called one after the other, get the same rows as in its ``forward``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def check_layers(
     width: int,
     edges: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError if a layer of ``module`` gets other rows from the ``steps`` than in ``forward``.
+    """Raise ConfigError if a layer in ``module`` gets other rows from the ``steps`` than in ``forward``.
 
     The module and the steps run on a small random batch. A module that fails on the batch is not checked.
 
     Args:
-        layers: The user's layers. ``steps`` are these layers with the function between them.
-        width: Columns of the input.
-        edges: Edge columns by name. The batch gets random values in columns of their dtype and shape.
+        layers: The user's layers.
+        steps: The same layers with the function between them applied, as layerwise inference runs them.
+        width: Number of input columns.
+        edges: Edge columns by name. The batch gets random values with their dtypes and row shapes.
     """
 
     def run_in_turn(blocks: Sequence[Any], h: Any) -> None:
@@ -83,7 +84,7 @@ def check_layers(
 def _make_random_graphs(
     num_blocks: int, edges: Mapping[str, Any], generator: torch.Generator
 ) -> tuple[list[Any], Any]:
-    """Return blocks that fit each other, and a graph. Both have random values in the edge columns."""
+    """Return a chain of blocks and a graph. Both have random values in the edge columns."""
     # Each block has fewer nodes than the block before. The last one has ``_NUM_CHECKED`` destinations.
     sizes = range(_NUM_CHECKED * (num_blocks + 1), 0, -_NUM_CHECKED)
     blocks = []
@@ -101,7 +102,7 @@ def _make_random_graphs(
 def _find_rows(
     module: nn.Module, run: Callable[..., object], blocks: Sequence[Any], rows: Tensor
 ) -> Mapping[int, list[Tensor]]:
-    """Return the rows that each module gets in ``run``, by its identity. Its exceptions are passed on."""
+    """Return the rows that each module gets while ``run`` runs, by ``id(module)``. Errors are passed on."""
     rows_of: defaultdict[int, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
         for call in trace_calls(module, blocks, rows, run):
@@ -117,6 +118,6 @@ def _have_different_rows(forward_calls: Sequence[Tensor], step_calls: Sequence[T
     expected_rows = step_calls[0].double()
     if rows.shape != expected_rows.shape:
         return True
-    # Values that cancel out are wrong by a share of the largest value, so the tolerance grows with it.
+    # Where large values cancel out, the rounding error is a share of the largest value.
     tolerance = 1e-4 * (1 + float(expected_rows.abs().max()))
     return not torch.allclose(rows, expected_rows, rtol=1e-3, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Exact metrics over all ranks. Counts are summed first and divided once.
+"""Compute exact metrics over all ranks. Counts are summed over the ranks first and divided once.
 
 Functions with a ``session`` are collective. Every rank calls them with its own rows, possibly none.
 """
@@ -19,10 +19,11 @@ PHASE = "metrics"
 
 
 def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
-    """Return the share of rows over all ranks where ``predicted`` equals ``label``. NaN without rows.
+    """Return the share of correct predictions over all ranks. NaN without rows.
 
-    ``predicted`` are (B,) integer classes, or (B, C) scores of which the largest counts. ``label`` are (B,)
-    integer classes.
+    Args:
+        predicted: (B,) integer classes, or (B, C) scores. The largest score predicts the class.
+        label: (B,) integer classes.
     """
     classes = run_on_all_ranks(session, lambda: _as_classes(predicted, label), ConfigError)
     return _mean((classes == label).to(torch.float64), session)
@@ -38,12 +39,12 @@ def f1(
 ) -> float:
     """Return the F1 score over all ranks. NaN without rows.
 
-    ``micro`` counts all classes together. With one class per row it equals the accuracy. ``macro`` is the
-    mean over the classes that occur as label or as prediction.
+    ``micro`` counts all classes together, so it equals the accuracy if each row has one class. ``macro``
+    averages the score over the classes that occur as label or as prediction.
 
     Args:
         predicted: (B,) integer classes or (B, C) scores. (B, C) bool if a row may have several classes.
-        label: (B,) integer classes in [0, num_classes), or (B, C) of 0 and 1 for bool predictions.
+        label: (B,) integer classes in [0, num_classes), or (B, C) zeros and ones for bool predictions.
 
     Raises:
         ConfigError: on all ranks, if ``average`` is invalid or shapes do not match.
@@ -81,13 +82,13 @@ def f1(
 def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     """Return the exact area under the ROC curve over all ranks. Ties count 1/2.
 
-    Each rank compares its positives with the negatives of all ranks. So only the scores of the negatives are
-    sent (W-1 copies), and the result is a quotient of integers. The result is NaN if one class has no row.
-    For (B, C) scores, it is the mean over the columns that have both classes.
+    Each rank compares its positives with all ranks' negatives. So only negative scores are sent (W-1 copies),
+    and the result is a quotient of integers. It is NaN if one class has no row. For (B, C) scores, it is the
+    mean over the columns that have both classes.
 
     Args:
         score: (B,) or (B, C) floating-point scores, finite.
-        label: Labels of the same shape, bool or 0 / 1.
+        label: Labels in the same shape, bool or 0 / 1.
 
     Raises:
         ConfigError: on all ranks, if a score is NaN or shapes differ.
@@ -97,7 +98,7 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
 
 
 def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
-    """Return the exact average precision over all ranks: the mean precision at the scores of the positives.
+    """Return the exact average precision over all ranks, i.e. the mean precision at the positives' scores.
 
     All scores are sent (W-1 copies). The result is NaN without positives. For (B, C) scores, it is the mean
     over the columns that have positives. See :func:`roc_auc` for the arguments and errors.
@@ -109,7 +110,7 @@ def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
 def _average_columns(
     metric: Callable[[Tensor, Tensor, Session], float], score: Tensor, label: Tensor, session: Session
 ) -> float:
-    """Return the mean of ``metric`` over the columns where its value is a number. NaN without any."""
+    """Average ``metric`` over the columns where it is a number. Return NaN if there are none."""
     if score.dim() == 1:
         return metric(score, label, session)
     values = []
@@ -121,7 +122,7 @@ def _average_columns(
 
 
 def _average_precision(score: Tensor, is_positive: Tensor, session: Session) -> float:
-    """Return the mean over all positives of the precision among the rows that score at least as high."""
+    """Average over all positives the precision among the rows that score at least as high."""
     positive_scores = _gather_sorted(score[is_positive], session)
     negative_scores = _gather_sorted(score[~is_positive], session)
     if not len(positive_scores):
@@ -134,9 +135,9 @@ def _average_precision(score: Tensor, is_positive: Tensor, session: Session) -> 
 
 
 def _roc_auc(score: Tensor, is_positive: Tensor, session: Session) -> float:
-    """Return the share of (positive, negative) pairs over all ranks in which the positive scores higher.
+    """Return how often a positive scores higher than a negative, over all pairs from all ranks.
 
-    A tie counts half. NaN without a pair.
+    A tie counts half. The result is NaN without a pair.
     """
     negative_scores = _gather_sorted(score[~is_positive], session)
     positive_scores = score[is_positive].double().cpu()
@@ -151,7 +152,7 @@ def _roc_auc(score: Tensor, is_positive: Tensor, session: Session) -> float:
 
 
 def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
-    """Return the root mean squared error over the values of all ranks. NaN without values.
+    """Return the root mean squared error over all ranks. NaN without values.
 
     ``predicted`` and ``target`` are (B,) or (B, K) real numbers. ConfigError on all ranks if shapes differ.
     """
@@ -159,7 +160,7 @@ def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
 
 
 def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
-    """Return the mean absolute error over the values of all ranks. NaN without values. See :func:`rmse`."""
+    """Return the mean absolute error over all ranks. NaN without values. See :func:`rmse`."""
     return _mean_error(predicted, target, 1, session)
 
 
@@ -176,7 +177,7 @@ def _mean(values: Tensor, session: Session) -> float:
 
 
 def _check_pair(predicted: Tensor, target: Tensor, noun: str) -> None:
-    # Without this check, (B, 1) predictions and (B,) targets would be broadcast to all pairs of rows.
+    # Without this check, (B, 1) predictions and (B,) targets would be broadcast to (B, B).
     if predicted.shape != target.shape:
         raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {noun}")
 
@@ -187,7 +188,7 @@ def _check_scores(score: Tensor, label: Tensor) -> None:
 
 
 def _gather_sorted(values: Tensor, session: Session) -> Tensor:
-    """Return the values of all ranks in ascending order, float64."""
+    """Gather all ranks' values and sort them in ascending order, as float64."""
     rank_values = gather_arrays(values.double().cpu().numpy(), session)
     return torch.from_numpy(np.sort(np.concatenate(rank_values)))
 
@@ -199,18 +200,18 @@ def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
 
 
 MAX_SCORES = 2**24
-"""Default number of scores held at once: 64 MiB in float32."""
+"""Default number of scores to hold at once: 64 MiB in float32."""
 
 ScoreAll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps (b,) int64 subjects and (b,) int64 relations to the (b, C) scores of all candidate answers."""
+"""Maps (b,) int64 subjects and (b,) int64 relations to (b, C) scores for all candidate answers."""
 
 AfterRanking: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Called with (b,) scores of answers and (b, C) scores of the other candidates, NaN for removed ones."""
+"""Called with the answers' (b,) scores and the other candidates' (b, C) scores, NaN for removed ones."""
 
 
 @final
 class KnownEdges:
-    """The true answers of every (subject, relation). Filtered ranking removes them from the candidates.
+    """The true answers to every (subject, relation). Filtered ranking removes them from the candidates.
 
     Args:
         subject: (E,) integers, at least 0. Heads if tails are ranked, tails if heads are ranked.
@@ -227,14 +228,14 @@ class KnownEdges:
         answers = _read_ids(answer, "answer")
         _check_lengths(subjects, relations, answers, "edges")
 
-        # A key is a pair of relation and subject as one number.
+        # A key combines relation and subject into one number.
         self._num_subjects = 1 + int(subjects.max(initial=-1))
         num_relations = 1 + int(relations.max(initial=-1))
         if self._num_subjects * num_relations >= 2**63:
             raise ConfigError("pairs of subject and relation exceed 63 bits. Renumber them from 0.")
         keys = relations * self._num_subjects + subjects
 
-        # Sort the edges by key, and keep one of equal edges.
+        # Sort the edges by key, and drop duplicates.
         order = np.lexsort((answers, keys))
         keys = keys[order]
         answers = answers[order]
@@ -248,7 +249,7 @@ class KnownEdges:
         return len(self._keys)
 
     def find_answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all known answers of (b,) ``subject`` and ``relation`` as (row, answer), each (M,) int64."""
+        """Return all known answers to (b,) ``subject`` and ``relation`` as (row, answer), each (M,) int64."""
         subjects = _read_ids(subject, "subject")
         relations = _read_ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
@@ -259,18 +260,18 @@ class KnownEdges:
         num_answers = np.searchsorted(self._keys, keys, side="right") - starts
         rows = np.repeat(np.arange(len(keys)), num_answers)
 
-        # The answers of a row lie side by side, from ``starts`` on.
+        # A row's answers are contiguous, from ``starts`` on.
         first_results = np.cumsum(num_answers) - num_answers
         positions = np.arange(len(rows)) + np.repeat(starts - first_results, num_answers)
         return torch.from_numpy(rows), torch.from_numpy(self._answers[positions])
 
 
 def rank_of_positive(positive: Tensor, negatives: Tensor) -> Tensor:
-    """Return the (B,) float64 ranks of positives among their negatives. Ties count half.
+    """Rank each positive among its own negatives. Return (B,) float64 ranks, where ties count half.
 
     Args:
         positive: (B,) scores.
-        negatives: (B, K) scores of the negatives of each. K may be 0.
+        negatives: (B, K) scores for each positive's negatives. K may be 0.
 
     Raises:
         ConfigError: shapes do not match, or a score is nan.
@@ -293,19 +294,19 @@ def rank_of_answer(
     max_scores: int = MAX_SCORES,
     after: AfterRanking | None = None,
 ) -> Tensor:
-    """Rank the answer of each query among all candidates. Not collective.
+    """Rank each query's answer among all candidates. Not collective.
 
     There are Q queries, and each is a subject, a relation and an answer. Q may be 0.
 
     Args:
-        score_all: Function that scores all candidates. The returned tensor is overwritten. Candidate ``a``
-            is column ``a``.
+        score_all: Function that scores all candidates. Column ``a`` belongs to candidate ``a``. The returned
+            tensor is overwritten.
         subject: (Q,) int64 subjects.
         relation: (Q,) int64 relations.
-        answer: (Q,) int64 answers, each a column of the scores.
+        answer: (Q,) int64 answers, each a column number in the scores.
         known: True answers to remove from the candidates (filtered ranking). None: remove none (raw).
         max_scores: Maximum number of scores in memory. At least one query is scored at a time.
-        after: Function that is called with the scores of each group of b queries, see ``AfterRanking``.
+        after: Function that is called with the scores after each group of b queries, see ``AfterRanking``.
 
     Returns:
         (Q,) float64 ranks on the CPU. The best rank is 1, and ties count half.
@@ -321,7 +322,7 @@ def rank_of_answer(
 
     ranks = torch.empty(len(answer), dtype=torch.float64)
     start = 0
-    # The first query is scored alone, because only its scores tell the number of candidates.
+    # The first query is scored alone, because the number of candidates is unknown before.
     batch_size = 1
     while start < len(answer):
         queries = slice(start, start + batch_size)
@@ -343,15 +344,15 @@ def rank_of_answer(
 
 
 def mrr(ranks: Tensor, session: Session) -> float:
-    """Return the mean of 1 / rank over the queries of all processes, NaN without any. All must call this.
+    """Return the mean reciprocal rank over all processes' queries, NaN without any. All must call this.
 
-    ``ranks`` are the (Q,) results of :func:`rank_of_answer` for the queries of this process.
+    ``ranks`` are the (Q,) results that :func:`rank_of_answer` returned for this process's queries.
     """
     return _mean(1.0 / ranks.to(torch.float64), session)
 
 
 def hits_at(k: int, ranks: Tensor, session: Session) -> float:
-    """Return the share of ``ranks`` up to ``k`` over the queries of all processes, see :func:`mrr`.
+    """Return the share of queries on all processes with ``ranks`` up to ``k``, see :func:`mrr`.
 
     Raises ConfigError on all processes, if ``k`` is below 1.
     """
@@ -368,7 +369,7 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
 def _remove_known(
     scores: Tensor, answer: Tensor, known_answers: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the (b,) scores of the answers, and ``scores`` with NaN at the answers and known answers.
+    """Return the answers' (b,) scores, and ``scores`` with NaN in place of the answers and known answers.
 
     ``scores`` are overwritten. Raises ConfigError if a score is NaN or an answer has no column.
     """

@@ -1,4 +1,4 @@
-"""Marks of the nodes that an inference needs: its targets, and their in-neighbours at each layer below."""
+"""Mark the nodes that inference needs: its targets, and at each layer below the in-neighbours as well."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 Marks: TypeAlias = Mapping[str, DistTensor]
-"""(N,) bool by node type. The nodes of other types are not needed."""
+"""(N,) bool by node type. Nodes of missing types are not needed."""
 
 _MAX_EDGES_PER_NODE = 2
-"""In-edges of needed nodes per node of the graph. Above it, nearly all nodes have a needed out-neighbour."""
+"""Limit for edges into needed nodes, divided by all nodes. Above it, nearly all nodes count as needed."""
 
 _NODES_AT_ONCE = 1 << 16
 
 
 def list_needed(g: DistGraph, targets: Marks | None, num_passes: int) -> Sequence[Marks | None]:
-    """Return the marks of the nodes that each pass must compute. None: all nodes. Every rank must call this.
+    """Mark the nodes that each pass must compute. None: all nodes. Every rank must call this.
 
-    The last entry is ``targets``. Delete the tensors of the others when done.
+    The last entry is ``targets``. When done, delete the tensors in all entries before it.
     """
     needed = [targets]
     while len(needed) < num_passes:
@@ -37,13 +37,13 @@ def list_needed(g: DistGraph, targets: Marks | None, num_passes: int) -> Sequenc
 
 
 def make_marks(g: DistGraph, ntype: str) -> DistTensor:
-    """Return marks of no node of ``ntype``. Every rank must call this."""
+    """Create marks for the nodes of type ``ntype``, with none set. Every rank must call this."""
     policy = g.get_node_partition_policy(ntype)
     return DistTensor((g.num_nodes(ntype),), torch.bool, part_policy=policy, is_gdata=False, graph=g)
 
 
 def _add_in_neighbours(g: DistGraph, marks: Marks) -> Marks | None:
-    """Return marks of the marked nodes and their in-neighbours, or None if those are nearly all nodes."""
+    """Mark the same nodes and their in-neighbours in new tensors. Return None if these are nearly all."""
     nodes_of = {ntype: ServerNodes(g, ntype, rows) for ntype, rows in marks.items()}
     num_edges = sum(nodes.count_edges(nodes.get_share()) for nodes in nodes_of.values())
     total = int(sum_over_ranks(torch.tensor([num_edges]), g.session, phase="control"))

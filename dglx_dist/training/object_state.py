@@ -80,10 +80,10 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
-    """Return the entry that describes the objects in ``state.json``. Every rank must call this.
+    """Return the entry for the objects in ``state.json``. Every rank must call this.
 
     The entry has the objects' ``values``. If values or tensors differ between ranks, it has each rank's
-    values under ``per_rank``.
+    values under ``per_rank`` instead.
     """
     # Tensors are saved in another file, so only their checksums are compared here.
     checksums = {}
@@ -137,7 +137,7 @@ def select_values(
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo the encoding by :func:`split_objects`. Raise LookupError or TypeError if the value is damaged."""
+    """Undo the encoding from :func:`split_objects`. Raise LookupError or TypeError if a value is damaged."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -342,7 +342,7 @@ def _check_group(
     if not is_from_torch or type(optimizer) is torch.optim.LBFGS:
         return
 
-    # One parameter per number of dimensions stands for all with that number, with the size 2 along each axis.
+    # All parameters with equally many dimensions share one small example, with size 2 along each axis.
     examples: dict[int, Tensor] = {}
     for parameter in group["params"]:
         shape = (2,) * parameter.dim()

@@ -1,4 +1,4 @@
-"""Results of a trained model for single nodes, on demand."""
+"""Compute a trained model's results for single nodes on demand."""
 
 from __future__ import annotations
 
@@ -36,28 +36,30 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 _Rows: TypeAlias = dict[Path, Tensor]
-"""Rows of nodes, by their path in the result of a layer."""
+"""Node rows by their path in a layer's result, which may be a nested structure of tensors."""
 
 
 @final
 class Predictor:
-    """Computes the results of a trained model for some nodes, exactly and in milliseconds.
+    """Computes a trained model's results for some nodes, exactly and in milliseconds.
 
-    A call computes the layers that the nodes need over all their neighbors, as :func:`layerwise_inference`
-    does for all nodes. The rows of every layer are kept for later calls, up to ``cache_rows`` nodes. The
-    least recently used ones are dropped. Any thread may call a predictor. Calls wait for each other.
+    For the requested nodes, a call computes each layer over all neighbors that the next layer needs. This is
+    what :func:`layerwise_inference` does for all nodes. Each layer's rows are kept for later calls, for up to
+    ``cache_rows`` nodes. Beyond that, the least recently used rows are dropped. Any thread may call a
+    predictor. Calls wait for each other.
 
-    The constructor is collective, and calls are not. The graph has one node type and one edge type.
+    The constructor is collective, but calls are not. The graph has one node type and one edge type.
 
     Args:
         model: Wrapped or plain model. It is in evaluation mode during a call. If its weights change, kept
-            rows are computed again. If a strategy cuts its weights, those of the construction are used.
+            rows are computed again. If the strategy cuts the weights, the predictor uses a copy from the
+            time when it was created.
         g: The distributed graph.
-        feature: Node data of the first layer.
+        feature: Name of the node data that the first layer reads.
         layers, between, edge_feats: As for :func:`layerwise_inference`.
-        cache_rows: Maximum number of nodes with kept rows, of each layer. 0 keeps none.
-        batch_size: Maximum number of nodes of a layer that are computed at once. Use
-            :func:`layerwise_inference` for all nodes.
+        cache_rows: Maximum number of nodes that keep their rows, per layer. 0 keeps none.
+        batch_size: Maximum number of nodes that a layer computes at once. Use :func:`layerwise_inference`
+            for all nodes.
 
     Raises:
         ConfigError: the graph has several types, or the model does not define its layers.
@@ -94,17 +96,22 @@ class Predictor:
         self._caches = [_RowCache(g.num_nodes(), capacity) for _ in self._passes]
         self._batch_size = check_integer("batch_size", batch_size, least=1)
         self._versions: list[int | None] = []
-        """Versions of the weights that the kept rows belong to."""
+        """Weight versions that the kept rows were computed with."""
         self._lock = threading.Lock()
 
     def __call__(self, ids: Ids) -> Any:
-        """Return the (K, ...) results of the (K,) nodes ``ids``, on the device of the model.
+        """Return the results for the nodes ``ids`` on the model's device.
 
-        This is a tensor, or tensors in the structure of the last layer's result.
+        Args:
+            ids: (K,) node ids in the distributed graph, in any order, possibly repeated. For your own ids,
+                pass ``g.new_ids(user_ids)``.
 
-        The ids are those of the distributed graph, in any order, and may be repeated. Pass
-        ``g.new_ids(user_ids)`` for the user's ids. Raises IndexError for an id that does not exist, and
-        ConfigError if a layer does not return one row for each destination.
+        Returns:
+            A (K, ...) tensor, or several of them in the same structure as the last layer's result.
+
+        Raises:
+            IndexError: an id does not exist.
+            ConfigError: a layer does not return one row per destination.
         """
         distinct, positions = np.unique(as_ids(ids, self._g.num_nodes(), "node"), return_inverse=True)
         with self._lock, evaluating(self._module):
@@ -121,12 +128,19 @@ class Predictor:
             self._versions = versions
 
     def update(self, name: str, ids: Ids, rows: Any) -> None:
-        """Use the (K, ...) ``rows`` as the column ``name`` of the nodes ``ids`` from now on.
+        """Replace the nodes' values in the column ``name`` from now on, in this predictor only.
 
-        The dataset and predictors of other ranks do not change. Kept rows of the nodes and of all nodes that
-        their messages reach are forgotten, layer by layer. Raises ConfigError if the model does not read the
-        column, ``rows`` have another shape or are too large for the dtype of the model, or this server has
-        only a part of the structure.
+        The dataset and the predictors on other ranks do not change. Layer by layer, the predictor forgets the
+        rows that it kept for these nodes and for all nodes that their messages reach.
+
+        Args:
+            name: Column that the model reads.
+            ids: (K,) node ids. If one is repeated, its last row counts.
+            rows: (K, ...) new values.
+
+        Raises:
+            ConfigError: the model does not read the column, ``rows`` have another shape or do not fit the
+                model's dtype, or this server has only a part of the structure.
         """
         if name != self._feature:
             raise ConfigError(f"update changes {self._feature!r}, which the model reads, and not {name!r}.")
@@ -155,7 +169,7 @@ class Predictor:
             is_changed = np.zeros(self._g.num_nodes(), bool)
             is_changed[nodes] = True
             for cache in self._caches:
-                # A node also changes with its own row, which most layers read.
+                # Changed nodes stay marked, because most layers also read a node's own row.
                 edges = np.flatnonzero(is_changed[shard.indices])
                 is_changed[np.searchsorted(shard.indptr, edges, side="right") - 1] = True
                 cache.drop(is_changed)
@@ -175,7 +189,7 @@ class Predictor:
         self._slot_of_node[distinct] = slots
 
     def _compute(self, depth: int, ids: Array) -> _Rows:
-        """Return the (n, ...) rows of layer ``depth`` at the distinct ``ids``. Layer 0 has the features."""
+        """Return the (n, ...) rows of distinct ``ids`` after layer ``depth``. Layer 0 has the features."""
         if depth == 0:
             return {(): self._read_inputs(ids)}
         cache = self._caches[depth - 1]
@@ -198,7 +212,7 @@ class Predictor:
         return rows
 
     def _compute_missing(self, depth: int, ids: Array) -> _Rows:
-        """Compute the rows of layer ``depth`` at ``ids``, which are not kept, and keep them."""
+        """Compute and keep the rows of ``ids`` after layer ``depth``, when none are kept yet."""
 
         def compute_sources(block: Any) -> _Rows:
             return self._compute(depth - 1, block.srcdata[dgl.NID].numpy())
@@ -212,7 +226,7 @@ class Predictor:
         return rows
 
     def _read_inputs(self, ids: Array) -> Tensor:
-        """Return the (n, ...) features of ``ids``, with those that were updated."""
+        """Return the (n, ...) features for ``ids``, including updates."""
         parameter = find_float_parameter(self._module)
         rows = self._input_rows[torch.from_numpy(ids)].to(parameter.dtype)
         slots = self._slot_of_node[ids]
@@ -224,7 +238,7 @@ class Predictor:
 
 @final
 class _RowCache:
-    """Rows of up to ``capacity`` of ``num_nodes`` nodes. The least recently used rows are dropped."""
+    """Keeps rows for up to ``capacity`` of ``num_nodes`` nodes, and drops the least recently used ones."""
 
     def __init__(self, num_nodes: int, capacity: int) -> None:
         self._slot_of_node = np.full(num_nodes, -1, np.int32)
@@ -238,7 +252,7 @@ class _RowCache:
         return _RowCache(len(self._slot_of_node), len(self._node_of_slot))
 
     def read(self, ids: Array) -> tuple[Array, _Rows]:
-        """Return a (n,) bool mask of the kept ``ids``, and their rows, or no rows if none is kept."""
+        """Return a (n,) bool mask that marks the ``ids`` with kept rows, and these rows, empty if none."""
         slots = self._slot_of_node[ids]
         is_kept = slots >= 0
         if not is_kept.any():
@@ -251,7 +265,7 @@ class _RowCache:
         return is_kept, {path: rows[positions] for path, rows in self._rows.items()}
 
     def write(self, ids: Array, rows: _Rows) -> None:
-        """Keep the (n, ...) ``rows`` of nodes that are not kept yet, or of as many as fit."""
+        """Keep the (n, ...) ``rows`` for nodes that have none yet, or for as many nodes as fit."""
         capacity = len(self._node_of_slot)
         count = min(len(ids), capacity)
         if count == 0:
@@ -262,7 +276,7 @@ class _RowCache:
 
         num_missing = count - len(self._free_slots)
         if num_missing > 0:
-            # Drop more than needed at once, because finding the oldest rows takes time.
+            # Drop at least an eighth of all rows, because finding the oldest ones takes time.
             is_used = np.flatnonzero(self._node_of_slot >= 0)
             num_dropped = min(max(num_missing, capacity // 8), len(is_used))
             oldest = np.argpartition(self._last_use[is_used], num_dropped - 1)[:num_dropped]
@@ -278,7 +292,7 @@ class _RowCache:
             self._rows[path][torch.from_numpy(slots)] = leaf[:count]
 
     def drop(self, is_changed: Array) -> None:
-        """Forget the rows of the nodes that the (N,) bool array marks."""
+        """Forget the rows for all nodes marked in the (N,) bool array."""
         is_kept = self._node_of_slot >= 0
         self._forget(np.flatnonzero(is_kept & is_changed[self._node_of_slot]))
 

@@ -1,7 +1,8 @@
-"""Options of an ingestion, and the description of its tables in the format of GraphStorm's ``gconstruct``.
+"""Define the options for ``dglx ingest``, and parse its description of tables.
 
-docs/guides/ingest.md lists the supported keys. Any other key is an error. Paths are relative to the folder
-of the description or to the current folder.
+The description has the same format as in GraphStorm's ``gconstruct``. docs/guides/ingest.md lists the
+supported keys. Any other key is an error. Paths are relative to the description's folder or to the current
+folder.
 """
 
 import json
@@ -26,7 +27,7 @@ from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class IngestPlan:
-    """Options of one ingestion. Raises ConfigError if the seed is negative."""
+    """Options for one ingestion. Raises ConfigError if the seed is negative."""
 
     out: Path = option(
         Path("data/ingested"),
@@ -87,7 +88,7 @@ FORMATS = ("csv", "parquet")
 
 
 def read_files(entry: Fields) -> FileSet:
-    """Return the files of the key ``files``. The entry's ``format`` or the suffix gives their format."""
+    """Return the files listed under ``files``. Their format is the entry's ``format``, or their suffix."""
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _find_paths(entry, "files")
@@ -105,7 +106,7 @@ def read_files(entry: Fields) -> FileSet:
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
-    """Return the files of a key, in the format of their suffix. See :func:`read_files`."""
+    """Return the files listed under ``key``. Their suffix gives their format. See :func:`read_files`."""
     paths = _find_paths(entry, key)
     for path in paths:
         if path.suffix[1:] not in FORMATS:
@@ -128,7 +129,7 @@ def _find_paths(entry: Fields, key: str) -> tuple[Path, ...]:
 
 
 def _read_words(entry: Fields, key: str) -> tuple[str, ...]:
-    """Return the words of ``key``. Its value is one text or a list of texts, which must not be empty."""
+    """Return the words under ``key``. The value is one text or a list of texts, and must not be empty."""
     if isinstance(entry.mapping.get(key), str):
         return (entry.nonempty_text(key),)
     words = entry.items(key, 1)
@@ -138,14 +139,14 @@ def _read_words(entry: Fields, key: str) -> tuple[str, ...]:
 def _find_matches(pattern: str, entry: Fields) -> list[Path]:
     """Return the files that match ``pattern`` beside the description, or else in the working folder.
 
-    An address gives the copies of the objects at and below it.
+    For an address, copy the object there and all objects below it to this machine.
     """
     if find_address(pattern) is not None:
         copy = Path(fetch_objects(pattern))
         return sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]
     folders = (Path(entry.where).absolute().parent, Path.cwd())
     for folder in folders:
-        # A file may have a name such as part[1].csv, which is no pattern for itself.
+        # A file may have a name such as part[1].csv, which does not match itself as a pattern.
         if (folder / pattern).is_file():
             return [folder / pattern]
         matches = [folder / name for name in glob(pattern, root_dir=folder, recursive=True)]
@@ -161,7 +162,7 @@ TRANSFORMS: Mapping[str, tuple[str, ...]] = {
     "to_categorical": ("separator", "mapping"),
     "no-op": ("separator", "truncate_dim"),
 }
-"""Names of the settings of each transform."""
+"""Setting names by transform."""
 
 OUT_DTYPES = ("float16", "float32", "float64")
 TASKS = ("classification", "regression", "link_prediction")
@@ -179,7 +180,7 @@ _LABEL_KEYS = ("task_type", "label_col", "split_pct", "custom_split_filenames")
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Columns of a table that form a tensor. Features with the same name form one tensor together."""
+    """Table columns that form a tensor. Features with the same name form one tensor together."""
 
     columns: tuple[str, ...]
     name: str
@@ -190,34 +191,34 @@ class FeatureSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSpec:
-    """The learning task of one type, and the split of its rows."""
+    """One type's learning task, and how its rows are split."""
 
     task: str
     column: str | None = None
-    """Column of labels, or None for link prediction."""
+    """Column with labels. None: link prediction."""
     split: tuple[float, float, float] | None = DEFAULT_SPLIT
-    """Shares of train, validation and test, or None if ``files`` define the split."""
+    """Shares for train, validation and test. None: ``files`` define the split."""
     files: Mapping[str, FileSet] = field(default_factory=dict)
     """Files with node ids, by split: train, valid, test."""
     id_column: str | None = None
-    """Id column of Parquet or CSV ``files``, or None for one id per line."""
+    """Id column in Parquet or CSV ``files``. None: the files have one id per line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypeSpec(Generic[K]):
-    """The table of one node or edge type."""
+    """The table for one node or edge type."""
 
     kind: K
     files: FileSet
     id_columns: tuple[str, ...]
-    """Id column of nodes, or none to number nodes by row. For edges, id columns of both ends."""
+    """For nodes, the id column, or none to number nodes by row. For edges, the source and destination ids."""
     features: tuple[FeatureSpec, ...] = ()
     label: LabelSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class IngestConfig:
-    """A description of tables."""
+    """A parsed and checked description of tables."""
 
     path: Path
     nodes: tuple[TypeSpec[str], ...]
@@ -229,7 +230,7 @@ class IngestConfig:
 def read_config(path: Path) -> IngestConfig:
     """Read and check a description. No table is opened.
 
-    A description at an address in an object store is copied to a cache, with the files that it names.
+    If the description is at an address in an object store, it is copied to a cache with the files it names.
 
     Raises ConfigError if the file is missing or not JSON, has an unsupported key or value, or names no file.
     """
@@ -245,7 +246,7 @@ def read_config(path: Path) -> IngestConfig:
 
 
 def _fetch_description(path: Path) -> Path:
-    """Return a local copy of a description at an address, beside copies of the files that it names."""
+    """Copy a description at an address to this machine, with the files that it names beside it."""
     address = find_address(path)
     if address is None:
         return path
@@ -306,7 +307,7 @@ def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
 
 
 def _parse_features(entry: Fields) -> tuple[FeatureSpec, ...]:
-    """Return the features of a type. Raise ConfigError if those of one tensor differ in out_dtype."""
+    """Return a type's features. Raise ConfigError if features for the same tensor differ in out_dtype."""
     if not entry.has("features"):
         return ()
 
@@ -355,7 +356,7 @@ def _parse_feature(entry: Fields) -> FeatureSpec:
 
 
 def _parse_label(parent: Fields) -> LabelSpec | None:
-    """Return the task of a type, or None if the description has no labels for it."""
+    """Return a type's task, or None if the description has no labels for it."""
     if not parent.has("labels"):
         return None
     entries = parent.nested_list("labels", 1)
@@ -379,7 +380,7 @@ def _parse_label(parent: Fields) -> LabelSpec | None:
 
 
 def _parse_split_files(entry: Fields) -> tuple[dict[str, FileSet], str | None]:
-    """Return the files of each split, and the column of their ids, or None for files of one id per line."""
+    """Return the files by split, and their id column, or None if they have one id per line."""
     entry.reject_unknown((*SPLIT_FILES, "column"))
     columns: tuple[str | None, ...] = (None,)
     if entry.has("column"):

@@ -1,4 +1,4 @@
-"""Partitioning a graph to a dataset on disk."""
+"""Partition a graph into a dataset on disk."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 _MANY_CONSTRAINTS = 10
-"""Number of balance weights above which a warning is logged, because they increase the cut."""
+"""Balance weights above this number cause a warning, because they increase the cut."""
 
 log = logging.getLogger(__name__)
 
 WriteColumns: TypeAlias = Callable[[StoredDataset, int], None]
-"""Function that writes the feature columns of each rank into a dataset, for a number of ranks."""
+"""Takes a dataset and a number of ranks, and writes the feature columns that each rank will read."""
 
 
 @contextmanager
@@ -64,11 +64,11 @@ def open_work(
     /,
     **options: object,
 ) -> Iterator[Workspace | None]:
-    """Open the workspace to partition the ``spec`` of :func:`load_graph`, or None if memory is not limited.
+    """Open a workspace to load ``spec`` and partition it, or yield None if memory is not limited.
 
     The workspace is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see
-    :func:`open_workspace`. All ``ranks`` share the work with ``plan.memory`` each. By default this process
-    works alone.
+    :func:`open_workspace`. All ``ranks`` share the work, and each may use ``plan.memory``. By default this
+    process works alone. See :func:`load_graph` for ``spec`` and ``options``.
     """
     if plan.memory is None:
         yield None
@@ -83,7 +83,7 @@ def open_work(
 
 
 def _read_stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of the file ``path``, or of all files in the folder ``path``."""
+    """Return (name, size, modification time) for the file ``path``, or for all files in a folder."""
     paths = [path]
     if path.is_dir():
         paths += sorted(path.rglob("*"))
@@ -99,7 +99,7 @@ def _read_stamps(path: Path) -> list[tuple[str, int, int]]:
 def _open_plan_workspace(
     folder: Path, plan: PartitionPlan, source: object, ranks: Ranks | None = None
 ) -> AbstractContextManager[Workspace]:
-    """Open the workspace of a partitioning of ``source``. A later call resumes it if no setting differs."""
+    """Open a workspace to partition ``source``. A later call resumes the work if no setting differs."""
     assert plan.memory is not None, "checked by the caller"
     settings: dict[str, object] = {"graph": source}
     for plan_field in fields(plan):
@@ -118,17 +118,17 @@ def _open_plan_workspace(
 
 
 _SETTINGS_WITHOUT_EFFECT = ("memory", "scratch", "overwrite")
-"""Fields of the plan that do not change the result."""
+"""Plan fields that do not change the result."""
 _PREPARATIONS = ("add_reverse_edges", "add_self_loops", "normalize_features")
-"""Fields of the plan that change the graph before it is partitioned."""
+"""Plan fields that change the graph before it is partitioned."""
 
 
 def load_graph(
     spec: str | os.PathLike[str] | dgl.DGLGraph, *, workspace: Workspace | None = None, **options: object
 ) -> RawGraph:
-    """Load the graph of any spec of :func:`load_dataset`, or of a dataset with one part.
+    """Load a graph from a dataset with one part, or from anything that :func:`load_dataset` accepts.
 
-    Edges of a dataset are in their stored order. With a ``workspace``, arrays of edges are memory-mapped. For
+    Edges from a dataset keep their stored order. With a ``workspace``, edge arrays are memory-mapped. For
     errors see :func:`load_dataset`.
     """
     if not isinstance(spec, (str, os.PathLike)):
@@ -156,18 +156,18 @@ def partition_to_disk(
 ) -> PartitionQuality:
     """Partition ``graph`` and write it atomically to ``folder``.
 
-    One process calls the function, or all ranks of ``workspace``.
+    One process calls this, or all ranks in ``workspace``.
 
     Args:
         weights: (N,) non-negative numbers by name, for ``plan.options.balance``. They are not written. The
             graph must have one node type.
-        workspace: Workspace of :func:`open_work` in which the graph was loaded. If there is none but
-            ``plan.memory`` is limited, a workspace is opened with the content of the graph as its key.
+        workspace: Workspace from :func:`open_work` that the graph was loaded in. If it is None but
+            ``plan.memory`` is limited, a workspace is opened. It resumes if the graph has the same content.
         write_columns: Called with the finished dataset if the partitioner stores features by column
             (``feature``). If it raises StorageError, the error is logged. Training writes missing columns.
 
     Returns:
-        Quality of the partition, which is also in the manifest.
+        The partition's quality, which the manifest has, too.
 
     Raises:
         ConfigError: plan and graph do not match, the partitioner does not exist, or the memory is too small.
@@ -183,7 +183,7 @@ def partition_to_disk(
             )
 
     if workspace is not None:
-        # Placing nodes takes hours, so too little memory is reported before.
+        # Assigning nodes takes hours, so a lack of memory is reported before.
         sorting_budget(graph, workspace.budget)
     for etype in graph.edges:
         # Compiled code does not check ids before it uses them as indices.
@@ -216,13 +216,13 @@ def partition_to_disk(
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """Assignment and quality of the parts, and of their trainers if parts are split again."""
+    """How nodes are assigned to parts, and to trainers if parts are split again, with quality figures."""
 
     parts: Assignment
     quality: PartitionQuality
     trainers: Assignment | None = None
     of_trainers: Mapping[str, object] | None = None
-    """Figures of the quality of the trainers' assignment."""
+    """Quality figures for the trainers' assignment."""
 
 
 def _write_dataset(
@@ -249,10 +249,10 @@ def _write_dataset(
 
 
 def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    """Return the split of ``graph``, which a ``workspace`` stores as a stage. All its ranks call this."""
+    """Assign nodes to parts. A ``workspace`` stores the result as a stage, and all its ranks call this."""
     if workspace is None:
         return _assign(graph, plan, None)
-    # The owners of nodes are a stage. The stages from which they are made are not needed again.
+    # The owners become a stage in the workspace. Once it is stored, the stages before it can be deleted.
     inner_workspace = replace(workspace, folder=workspace.folder / "owners.work")
 
     def make(folder: Path) -> None:
@@ -267,12 +267,12 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    """Return the split, or a better one if the training nodes of a graph are far from balanced."""
+    """Assign nodes to parts. If training nodes are far from balanced, try again and keep the better one."""
     split = _assign_once(graph, plan, workspace)
     if plan.options.balance or "train" not in _find_imbalances(graph, split.quality):
         return split
 
-    # A second result with balanced training nodes is computed, if a method can balance them reproducibly.
+    # Try again with balanced training nodes, unless the method cannot balance them reproducibly.
     balanced_plan = replace(plan, options=replace(plan.options, balance=("train",)))
     partitioner_class = PARTITIONERS.get(balanced_plan.partitioner)
     balances_several = partitioner_class.max_constraints is None
@@ -313,7 +313,7 @@ def _assign_once(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | No
 
 
 def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
-    """Write the split to ``folder``: the owners as arrays, and all other fields as JSON."""
+    """Write ``split`` to ``folder``: the owners as arrays, and all other fields as JSON."""
     record: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
     for name, assignment in (("parts", split.parts), ("trainers", split.trainers)):
         if assignment is None:
@@ -344,11 +344,11 @@ def _load_split(graph: RawGraph, folder: Path) -> _Split:
 
 
 _MAX_IMBALANCE = 1.5
-"""Largest balance of a split without a warning."""
+"""Up to this balance, a split causes no warning."""
 
 
 def _find_imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
-    """Return the balance of each split of nodes with a part that has far more nodes than it needs to have."""
+    """Return the balance of each train, val or test split that gives a part far more nodes than its share."""
     imbalances: dict[str, float] = {}
     if quality.num_parts == 1:
         return imbalances
@@ -357,7 +357,7 @@ def _find_imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, fl
             continue
         _, column = next(constraint_columns(graph, name))
         share = max(int(column.sum()), 1) / quality.num_parts
-        # Nodes are indivisible, so that a small share may be exceeded by almost one node.
+        # Nodes are indivisible, so a part may exceed a small share by almost one node.
         min_ratio = math.ceil(share) / share
         if ratio > max(_MAX_IMBALANCE, min_ratio):
             imbalances[name] = ratio
@@ -394,7 +394,7 @@ _CHUNK_ROWS = 1 << 18
 
 
 def _is_one_way(graph: RawGraph) -> bool:
-    """Return whether most of 4,096 sampled edges of a homogeneous graph have no opposite edge."""
+    """Return whether most of 4,096 sampled edges have no opposite edge. The graph is homogeneous."""
     ((src, dst),) = graph.edges.values()
     if len(src) == 0:
         return False
@@ -403,7 +403,7 @@ def _is_one_way(graph: RawGraph) -> bool:
     opposite = np.unique(_make_edge_keys(dst[sample], src[sample], graph.total_nodes))
     has_opposite = np.zeros(len(opposite), np.bool_)
     for rows in iterate_slices(len(src), _CHUNK_ROWS):
-        # If half of the opposite edges exist, the answer is known.
+        # Once half the opposite edges are found, the answer is known.
         if 2 * has_opposite.sum() >= len(has_opposite):
             return False
         has_opposite |= np.isin(opposite, _make_edge_keys(src[rows], dst[rows], graph.total_nodes))
@@ -412,7 +412,7 @@ def _is_one_way(graph: RawGraph) -> bool:
 
 
 def _make_edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
-    """Return (E,) int64 keys that are equal for edges with equal ends."""
+    """Return (E,) int64 keys that are equal for edges between the same nodes."""
     # In NumPy 1.26, int32 times an int64 scalar is int32 and overflows.
     keys = src.astype(np.int64)
     keys *= num_nodes
@@ -421,8 +421,8 @@ def _make_edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
 
 
 def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
-    """Return ``graph`` with the edges and features of the plan. Raise ConfigError if they do not exist."""
-    # Options are checked before any stage is written. A command with other options could not resume it.
+    """Apply the plan's changes to edges and features. Raise ConfigError if ``graph`` does not allow them."""
+    # Check options before any stage is written, because a command with corrected options cannot resume it.
     if plan.normalize_features and not has_node_column(graph, FEATURE):
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave out --normalize-features")
     if plan.add_self_loops and not graph.is_homogeneous:
@@ -464,7 +464,7 @@ def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph
         is_lone = existing_keys[positions] != opposite_keys
         lone_rows.append(rows.start + np.flatnonzero(is_lone))
 
-    # The keys take 8 bytes per edge, and appending needs the memory.
+    # The keys take 8 bytes per edge, and appending edges needs that memory.
     del existing_keys
     new_rows = np.concatenate(lone_rows)
     del lone_rows
@@ -472,7 +472,7 @@ def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph
 
 
 def _add_reverse_types(graph: RawGraph) -> RawGraph:
-    """Return ``graph`` with a new edge type for each edge type, with source and destination swapped."""
+    """Add a reverse type for each edge type, with source and destination swapped."""
     edges = dict(graph.edges)
     edge_ids = dict(graph.edge_ids)
     for etype, (src, dst) in graph.edges.items():
@@ -504,10 +504,12 @@ def _append_edges(
     stage: str,
     workspace: Workspace | None,
 ) -> RawGraph:
-    """Append edges to a homogeneous ``graph``, with the ends ``ends``.
+    """Append edges to a homogeneous ``graph``. No edge split contains them.
 
-    New edges get the columns of the edges ``rows``, or columns of 1 if ``rows`` is None. They are in no split
-    of edges.
+    Args:
+        ends: Sources and destinations of the new edges.
+        rows: Existing edges that the new ones copy their columns from. None: columns are 1.
+        stage: Name of the stage in ``workspace``.
     """
     ((etype, (src, dst)),) = graph.edges.items()
     columns = graph.edge_data.get(etype, {})
@@ -547,7 +549,7 @@ def _append_edges(
 
 
 def _normalize_features(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
-    """Divide each row of the features by the sum of its absolute values. Rows of zeros stay as they are."""
+    """Divide each feature row by the sum of its absolute values. Rows with only zeros stay as they are."""
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     for ntype, columns in node_data.items():
         column = columns.get(FEATURE)
@@ -572,13 +574,13 @@ def _normalize_rows(column: Array) -> Iterator[Array]:
 
 
 def _divide(values: Array, sums: Array) -> Array:
-    """Return ``values`` / ``sums`` in the float dtype of the values, where a sum of 0 counts as 1."""
+    """Return ``values / sums``, where a sum of 0 counts as 1. Floats keep their dtype, others get float32."""
     dtype = values.dtype if values.dtype.kind == "f" else np.float32
     return np.divide(values, np.where(sums > 0, sums, 1)).astype(dtype)
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
-    """Return 16 hexadecimal digits that identify the content of ``graph`` and ``plan``."""
+    """Hash the content of ``graph`` and ``plan`` to 16 hexadecimal digits."""
     digest = hashlib.sha256()
     settings: list[object] = [
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
@@ -605,7 +607,7 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
 
 
 def _iterate_arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
-    """Yield the name and array of each leaf of nested ``data``, in the order of the names."""
+    """Yield (name, array) for each leaf in nested ``data``, sorted by key."""
     for key, value in sorted(data.items()):
         name = f"{prefix}{key!r} "
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Folders of arrays that are complete or absent, and the bounded cache of them beside a dataset.
+"""Store arrays in folders that are complete or absent, and keep a bounded cache of them beside a dataset.
 
 A folder has a ``.npy`` file for each array and a stamp with their checksums. It is written under a temporary
 name and renamed, see :mod:`dglx_dist.data.storage.files`.
@@ -42,14 +42,14 @@ from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
 
 STAMP = "stamp.json"
-"""Name of the file with the checksums and the metadata of an array folder."""
+"""Name of the file that holds an array folder's checksums and metadata."""
 
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors for missing permission or space. A run continues without the cache."""
+"""Errors for missing permission or space. A run then continues without the cache."""
 
 _MAX_AGE_S = 30 * 86400.0
 _IN_USE_S = 86400.0
-"""Entries that were opened at most this long before the most recent opening count as in use."""
+"""Entries count as in use if they were opened at most this long before the last opened entry."""
 
 _SHARE_OF_DISK = 4
 _UNREADABLE = (
@@ -61,7 +61,7 @@ _LOG = logging.getLogger(__name__)
 
 @final
 class ArrayStream:
-    """Writes the rows of one array in order.
+    """Writes one array's rows in order.
 
     Raises OSError if the file cannot be written, or the disk has too little space for all rows.
     """
@@ -84,7 +84,7 @@ class ArrayStream:
         self._put(header.getbuffer())
 
     def append(self, rows: Array) -> None:
-        """Write the next (k, *row) rows. After an OSError, the rows of earlier calls are still there."""
+        """Write the next (k, *row) rows. After an OSError, rows from earlier calls are still there."""
         data = np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data
         self._put(data)
         self.num_rows += len(rows)
@@ -112,7 +112,7 @@ class ArrayStream:
 
 @final
 class ArrayWriter:
-    """Writes the arrays of one folder under a temporary name. See :meth:`ArrayFolder.open_writer`."""
+    """Writes one folder's arrays under a temporary name. See :meth:`ArrayFolder.open_writer`."""
 
     def __init__(self, folder: ArrayFolder, partial: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -155,7 +155,7 @@ class ArrayWriter:
 
 @final
 class ArrayFolder:
-    """A folder of arrays that are written and read together.
+    """A folder whose arrays are written and read together.
 
     Args:
         path: The folder. It may not exist yet.
@@ -172,10 +172,11 @@ class ArrayFolder:
     def read(
         self, mode: Literal["r", "c"] = "r", metadata: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Array]]:
-        """Check all files, and return the stored metadata and the mapped arrays by name.
+        """Check all files, and return the stored metadata and the memory-mapped arrays by name.
 
         Arrays are read-only, or with mode "c" they may be changed in memory (copy-on-write). Raises
-        StorageError if a file is missing or damaged, or if there is ``metadata`` and the stored one differs.
+        StorageError if a file is missing or damaged, or if ``metadata`` is not None and differs from the
+        stored metadata.
         """
         try:
             stamp = json.loads(read_small_file(self.path / STAMP))
@@ -213,10 +214,13 @@ class ArrayFolder:
         check: Callable[[Mapping[str, Array]], None] = lambda _: None,
         log: bool = True,
     ) -> tuple[Any, dict[str, Array]] | None:
-        """Return the result of :meth:`read`, or None if the folder is missing, damaged or must not be used.
+        """Read like :meth:`read`, but return None if the folder is missing, damaged or must not be used.
 
-        ``check`` is called with the arrays. It raises ValueError or LookupError if they must not be used, and
-        a warning is logged. With ``log``, damage and other metadata than ``metadata`` are logged, too.
+        Args:
+            metadata, mode: See :meth:`read`.
+            check: Called with the arrays. It raises ValueError or LookupError if they must not be used, which
+                is logged as a warning.
+            log: Whether to log damage and different metadata, too.
         """
         if not self.path.exists():
             return None
@@ -234,15 +238,15 @@ class ArrayFolder:
 
     @contextmanager
     def open_writer(self) -> Iterator[ArrayWriter]:
-        """Yield a writer of a new folder, which is removed if it is not published. It may raise OSError."""
+        """Yield a writer for a new folder, which is removed unless it is published. May raise OSError."""
         with partial_folder(self.path) as partial, ExitStack() as stack:
             yield ArrayWriter(self, partial, stack)
 
     def save(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any], description: str) -> bool:
-        """Replace the folder by one with ``arrays``, and return whether it was written.
+        """Replace the folder's content with ``arrays``, and return whether it was written.
 
-        If there is no space or permission, a warning says that ``description`` is not kept, and the result
-        is False. Other errors of the disk raise StorageError.
+        If space or permission is missing, a warning says that ``description`` is not kept, and the result is
+        False. Other disk errors raise StorageError.
         """
         try:
             with self.open_writer() as writer:
@@ -261,17 +265,17 @@ _PARSING = threading.Lock()
 
 
 def map_array(path: Path, mode: Literal["r", "c"]) -> Array:
-    """Map a ``.npy`` file. The array keeps the mapping open. With mode "c" it is copied when it is changed.
+    """Memory-map a ``.npy`` file. Mode "c" copies pages on write. Threads may call this at the same time.
 
-    Threads may call this function at the same time.
+    The array keeps the mapping open.
     """
-    # NumPy parses the header as Python, and sometimes fails in two threads before CPython 3.11.8.
+    # NumPy parses the header as Python code. Before CPython 3.11.8, that sometimes fails in two threads.
     with _PARSING:
         return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
 
 
 def checksum_of(values: object) -> int:
-    """Return the CRC-32 of JSON values. It does not depend on the formatting of their text."""
+    """Return a CRC-32 over JSON values that does not depend on how their text is formatted."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
@@ -284,14 +288,15 @@ class _Entry:
 
 @final
 class ArrayCache:
-    """Cache of array folders beside a dataset. Missing folders are made again. Not collective.
+    """Caches array folders beside a dataset. Missing folders are made again. Not collective.
 
-    An entry is one array folder, or a folder of them, with a lock file beside it. Processes that use the
-    entry hold a shared lock on the file. Its modification time is the time of the last opening.
+    An entry is one array folder, or a folder that holds several, with a lock file beside it. Processes that
+    use the entry hold a shared lock on that file. The file's modification time tells when the entry was last
+    opened.
 
     Args:
-        folder: Folder of all entries. It may not exist yet.
-        content: Checksum of the dataset, which is part of the entries' names.
+        folder: Folder for all entries. It may not exist yet.
+        content: The dataset's checksum, which is part of the entries' names.
         trusted: See :class:`ArrayFolder`.
     """
 
@@ -314,13 +319,13 @@ class ArrayCache:
         return ArrayFolder(path, trusted=self._trusted)
 
     def clean(self) -> None:
-        """Remove files of killed processes, and evict entries that no process uses.
+        """Remove files that killed processes left behind, and evict entries that no process uses.
 
-        Entries are evicted if they were last opened 30 days before the most recently opened entry. If the
-        cache takes more than a quarter of the disk space that would be free without it, more entries are
-        evicted: first those of other contents, then the least recently opened ones. Entries that were opened
-        within a day of the most recent one are kept, because the next run needs them. If these are too large,
-        a warning is logged.
+        An entry is as old as the time between its last opening and the most recent opening in the cache.
+        Entries older than 30 days are evicted. If the cache takes more than a quarter of the disk space that
+        would be free without it, more entries are evicted: first those with other contents, then the least
+        recently opened ones. Entries younger than a day are kept, because the next run needs them. If these
+        are too large, a warning is logged.
         """
         if not self._folder.is_dir():
             return
@@ -330,7 +335,7 @@ class ArrayCache:
         entries.sort(key=lambda entry: (self._is_of_content(entry), entry.used_s))
         total = sum(entry.num_bytes for entry in entries)
         max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
-        # Ages are relative to the last opening, because a dataset may not be used for months.
+        # Ages do not count from now, because the whole dataset may be unused for months.
         last_s = max((entry.used_s for entry in entries), default=0.0)
         for entry in entries:
             age_s = last_s - entry.used_s
@@ -359,13 +364,13 @@ class ArrayCache:
 
 
 def _list_entries(folder: Path) -> Iterator[_Entry]:
-    """Yield all entries of the cache, also locked entries without a folder, which have a size of 0."""
+    """Yield all cache entries. Those with a lock file but no folder yet have size 0."""
     for parent, folders, names in os.walk(folder):
         stems = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
-        # Folders with a lock are entries, which os.walk need not enter.
+        # Folders with a lock file are entries, which os.walk need not enter.
         folders[:] = [name for name in folders if name not in stems and not name.endswith(PARTIAL_SUFFIX)]
         entries = [(Path(parent, stem), Path(parent, stem + _LOCK)) for stem in stems]
-        if STAMP in names:  # The entry may have been copied here without its lock.
+        if STAMP in names:  # The entry may have been copied here without its lock file.
             entries.append((Path(parent), Path(parent, STAMP)))
 
         for path, time_file in entries:

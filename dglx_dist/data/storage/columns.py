@@ -1,6 +1,6 @@
-"""Arrays as memory-mapped Arrow IPC files, and the file names of a dataset.
+"""Store arrays as memory-mapped Arrow IPC files, and name the files in a dataset.
 
-A file holds one primitive column of one record batch, so its values are contiguous and NumPy can view them in
+A file holds one record batch with one primitive column. Its values are contiguous, so NumPy can view them in
 a memory map. Dtype and shape are in the schema's metadata, because Arrow has no byte-wide booleans, no
 bfloat16 and no multi-dimensional rows.
 """
@@ -29,12 +29,12 @@ DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
-"""Dtypes of a dataset, with torch's names."""
+"""Dtypes that a dataset can store, with torch's names."""
 
 IDS = ColumnInfo(dtype="int64", row_shape=())
-"""Column of ids or offsets."""
+"""Column with ids or offsets."""
 STRINGS = ColumnInfo(dtype="string", row_shape=())
-"""Column of texts, read by :func:`read_strings`."""
+"""Column with texts, read by :func:`read_strings`."""
 
 _STORED_AS = {"bool": "uint8", "bfloat16": "uint16"}
 _COLUMN = "values"
@@ -42,7 +42,7 @@ _COLUMN = "values"
 
 @dataclass(frozen=True, kw_only=True)
 class FileInfo:
-    """Size and checksum of one file."""
+    """One file's size and checksum."""
 
     num_bytes: int
     checksum: str
@@ -50,18 +50,18 @@ class FileInfo:
 
 
 def id_dtype(count: int) -> type[np.signedinteger]:
-    """Return the dtype of ids below ``count``: int32, or int64 if they do not fit."""
+    """Return the dtype for ids below ``count``: int32, or int64 if they do not fit."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 @cache
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype of values of ``dtype`` in memory. It is uint16 for bfloat16."""
+    """Return the NumPy dtype that holds ``dtype`` in memory, which is uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def make_column_info(array: Array, description: str) -> ColumnInfo:
-    """Return dtype and row shape of an (N, *row) array. Raise ConfigError if the dtype cannot be stored."""
+    """Describe an (N, *row) array by dtype and row shape. Raise ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(
             f"{description} has dtype {array.dtype}, which a dataset cannot hold; convert it "
@@ -71,7 +71,7 @@ def make_column_info(array: Array, description: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write a column of ``num_rows`` rows as a new file. Create its folder if it is missing.
+    """Write a column with ``num_rows`` rows as a new file. Create its folder if it is missing.
 
     Each of ``chunks`` has the next (k, *row_shape) rows. bfloat16 rows are passed as bits in uint16.
     """
@@ -79,8 +79,8 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
 
-    # Arrow computes the layout of the file for a body that is only reserved address space. When it writes the
-    # body, _write_file writes the chunks in its place.
+    # Arrow lays out the file for a body that is only reserved address space. When Arrow writes the body,
+    # _write_file writes the chunks instead. So the column is never in memory as a whole.
     body = pa.py_buffer(_reserve_space(num_bytes)).slice(0, num_bytes)
     values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
     metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}
@@ -89,9 +89,9 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
 
 
 def text_buffers(texts: Any) -> tuple[Array, Array]:
-    """Return the (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
+    """Return a large_string array's (K + 1,) int64 offsets, from 0, and its (offsets[-1],) bytes."""
     _, offset_buffer, data_buffer = texts.buffers()
-    # A slice of an Arrow array shares the buffers of the array, so the offsets need not begin with 0.
+    # A slice shares the whole array's buffers, so its offsets need not begin with 0.
     ends = np.frombuffer(offset_buffer, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     first = int(ends[0])
     last = int(ends[-1])
@@ -103,17 +103,17 @@ def text_buffers(texts: Any) -> tuple[Array, Array]:
 def write_strings(
     path: Path, num_rows: int, num_bytes: int, offset_texts: Iterable[Any], data_texts: Iterable[Any]
 ) -> FileInfo:
-    """Write a column of texts as a new file, one piece at a time. Create its folder if it is missing.
+    """Write texts as a new file, one piece at a time. Create its folder if it is missing.
 
-    An Arrow string column has a buffer of offsets, followed by a buffer of UTF-8 data. So the texts are read
+    An Arrow string column has an offset buffer, followed by a buffer with UTF-8 data. So the texts are read
     twice: first for the offsets, then for the data.
 
     Args:
         path: The new file.
         num_rows: Number of texts.
-        num_bytes: Length of all texts in UTF-8.
+        num_bytes: Length that all texts have together in UTF-8.
         offset_texts: The texts in order, as non-empty large_string arrays. Only their lengths are used.
-        data_texts: The same arrays again. They are read after all of ``offset_texts``.
+        data_texts: The same arrays again. They are read when ``offset_texts`` is exhausted.
     """
     offset_bytes = 8 * (num_rows + 1)
 
@@ -125,8 +125,8 @@ def write_strings(
             offsets = offsets[-1] + text_ends[1:]
             yield offsets
 
-    # As in write_column, the column that Arrow writes is only reserved address space. Arrow reads the length
-    # of the data from the last offset, so this offset must be correct.
+    # As in write_column, the column that Arrow writes is only reserved address space. Arrow takes the data
+    # length from the last offset, so this offset must be correct.
     offset_space = _reserve_space(offset_bytes, writable=True)
     np.frombuffer(offset_space, np.int64)[num_rows] = num_bytes
     offset_buffer = pa.py_buffer(offset_space).slice(0, offset_bytes)
@@ -142,7 +142,7 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
 
     Raises:
         StorageError: the file is missing or damaged, or its dtype or shape differs from ``info`` and
-            ``num_rows``. None allows any value.
+            ``num_rows``. An argument that is None is not compared.
     """
     column, metadata = _open_column(path, name)
     try:
@@ -163,15 +163,15 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
 
 
 def read_strings(path: Path, name: str, num_rows: int) -> Array:
-    """Return a copy of the ``num_rows`` texts in one file as a unicode array. Messages call it ``name``.
+    """Copy the ``num_rows`` texts in one file into a unicode array. Messages call the file ``name``.
 
-    Raises StorageError if the file is missing or damaged, or has another number of texts.
+    Raises StorageError if the file is missing or damaged, or has more or fewer texts.
     """
     return np.array(_open_strings(path, name, num_rows).to_pylist(), dtype=np.str_)
 
 
 def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
-    """Yield the texts of :func:`read_strings` in arrays of up to ``step`` texts, all of the same dtype."""
+    """Read like :func:`read_strings`, but yield up to ``step`` texts at a time. All arrays have one dtype."""
     column = _open_strings(path, name, num_rows)
     width = 1
     for first in range(0, num_rows, step):
@@ -187,14 +187,14 @@ def _open_strings(path: Path, name: str, num_rows: int) -> pa.Array:
     if metadata.get("dtype") != "string" or len(column) != num_rows:
         raise StorageError(f"{path} does not hold {num_rows} strings; partition the graph again")
     try:
-        column.validate(full=True)  # The offsets of the texts are used unchecked.
+        column.validate(full=True)  # The text offsets are used unchecked.
     except pa.ArrowException as problem:
         raise _make_damage_error(name, path, problem) from problem
     return column
 
 
 def checksum(path: Path) -> FileInfo:
-    """Return the size and the CRC-32 of a file."""
+    """Return a file's size and CRC-32."""
     value = 0
     num_bytes = 0
     block = bytearray(1 << 15)
@@ -210,7 +210,7 @@ def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
     try:
         if not path.is_file():  # Reading a device or a pipe may never end.
             raise FileNotFoundError("there is no such file")
-        # The size is cheap to check, and shows whether a file was only copied in part.
+        # The size is cheap to check, and tells whether the file was copied only in part.
         size = path.stat().st_size
         if size != expected.num_bytes:
             raise StorageError(f"{path} has {size} bytes instead of {expected.num_bytes}; {remedy}")
@@ -224,14 +224,14 @@ def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
 
 
 class _Body(NamedTuple):
-    """The bytes of an Arrow buffer, in chunks."""
+    """An Arrow buffer's bytes in chunks."""
 
     chunks: Iterator[Array]
     num_bytes: int
 
 
 def _reserve_space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Reserve address space. It gets physical pages when it is accessed."""
+    """Reserve address space. Physical pages are only allocated where it is accessed."""
     access = mmap.PROT_READ
     if writable:
         access |= mmap.PROT_WRITE
@@ -243,7 +243,7 @@ def _view_bytes(chunk: Array) -> Array:
 
 
 class _Sink(io.RawIOBase):
-    """File object for Arrow that writes the real values instead of the buffers, with size and checksum."""
+    """File object that writes the real values where Arrow writes a buffer, and tracks size and checksum."""
 
     def __init__(self, file: BinaryIO, bodies: Sequence[_Body]) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class _Sink(io.RawIOBase):
 
 
 def _write_file(path: Path, values: pa.Array, metadata: dict[str, str], bodies: Sequence[_Body]) -> FileInfo:
-    """Write an Arrow file like that of ``values``, but with the bytes of ``bodies`` in its buffers."""
+    """Write ``values`` as an Arrow file, with the bytes from ``bodies`` in place of its buffers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([pa.field(_COLUMN, values.type, nullable=False)], metadata=metadata)
 
@@ -324,13 +324,13 @@ def _make_damage_error(name: str, path: Path, problem: Exception) -> StorageErro
 MANIFEST = "manifest.json"
 CACHE = "cache"
 _MAX_NAME = 80
-"""Maximum length of an encoded name. An edge type's folder has three, and the system's limit is 255."""
+"""Maximum length of an encoded name. An edge type's folder joins three, and the system allows 255."""
 
 
 def safe_name(name: str) -> str:
-    """Return ``name`` as a file name. All but letters, digits, ``_`` and ``-`` are %-encoded.
+    """Encode ``name`` as a file name. All characters but letters, digits, ``_`` and ``-`` are %-encoded.
 
-    Different names give different file names. They are never empty and contain no dot or slash.
+    Different names give different file names. A file name is never empty and has no dot or slash.
     """
     encoded = quote(name, safe="").replace(".", "%2E").replace("~", "%7E") or "%"
     if len(encoded) <= _MAX_NAME:
@@ -352,5 +352,5 @@ def edge_type_name(etype: EdgeType) -> str:
 
 
 def data_path(folder: str, column: str) -> str:
-    """Return the file of one feature, label, mask or weight."""
+    """Return the file that holds one feature, label, mask or weight."""
     return f"{folder}/data/{safe_name(column)}.arrow"

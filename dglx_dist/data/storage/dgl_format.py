@@ -1,4 +1,4 @@
-"""Reading and writing DGL's partition files."""
+"""Read and write DGL's partition files."""
 
 import json
 import logging
@@ -53,12 +53,12 @@ K = TypeVar("K", bound=str | EdgeType)
 
 
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
-    """Write a dataset from the files of DGL's ``partition_graph``. One process calls it.
+    """Convert files from DGL's ``partition_graph`` to a dataset. One process calls this.
 
-    Parts and node ids are equal to DGL's per-type global ids. Edges get new ids, and ``original_edge_ids``
-    are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL stores booleans as
-    uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in memory. Raises
-    StorageError if a file is missing, damaged or of an unsupported kind.
+    Parts stay the same, and node ids equal DGL's per-type global ids. Edges get new ids, and
+    ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL
+    stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in
+    memory. Raises StorageError if a file is missing, damaged or in an unsupported format.
     """
     config = read_part_config(Path(part_config).absolute())
     num_parts = config.num_parts
@@ -85,7 +85,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig:
-    """Checked content of DGL's JSON file."""
+    """DGL's JSON file after all values are checked."""
 
     path: Path
     name: str
@@ -98,7 +98,7 @@ class PartConfig:
     files: list[Mapping[str, object]]
 
     def file(self, part: int, key: str) -> Path:
-        """Return the path of a file of ``part``. ``key`` is its key in the JSON file."""
+        """Return the path that the JSON file has under ``key`` for ``part``."""
         name = self.files[part].get(key)
         if not isinstance(name, str):
             raise StorageError(
@@ -108,7 +108,7 @@ class PartConfig:
         return self.path.parent / name
 
     def dgl_files(self, part: int) -> list[DglFile]:
-        """Return the files of a part, for :func:`check_files`."""
+        """List a part's files for :func:`check_files`."""
         structure = self.file(part, "part_graph")
         files: list[DglFile] = [("graphs", structure)]
         files += [("tensors", self.file(part, key)) for key in ("node_feats", "edge_feats")]
@@ -143,7 +143,7 @@ def read_part_config(path: Path) -> PartConfig:
 
 
 def _read_type_names(top: Fields, key: str, default: str) -> list[str]:
-    """Return the names of the types in the order of their numbers, or ``default`` if the key is missing."""
+    """Return the type names ordered by their numbers, or ``default`` if the key is missing."""
     if not top.has(key):
         return [default]
     entries = top.nested_fields(key)
@@ -165,7 +165,7 @@ def _parse_edge_type(name: str, path: Path) -> EdgeType:
 
 
 def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
-    """Return the ids of each part. The entry of a part is [first, end), or only the end in old files."""
+    """Return each part's id ranges. The file has [first, end) per part, or only the end in old files."""
     expected = f"{num_parts} ranges for each of {', '.join(names)}, growing by part and type"
     value = top.raw_value(key)
     if len(names) == 1 and isinstance(value, list):
@@ -179,7 +179,7 @@ def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int)
         raise top.field_error(key, expected) from problem
 
     if array.shape == (1, num_parts):
-        # A part begins at the end of the previous part, and the first part at 0.
+        # The first part begins at 0, and each other part where the previous one ends.
         starts = np.pad(array[:, :-1], ((0, 0), (1, 0)))
         array = np.stack([starts, array], axis=-1)
     if array.shape != (len(names), num_parts, 2):
@@ -194,7 +194,7 @@ def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int)
 
 
 class _DglReader:
-    """Collects the nodes, edges and columns of all parts into arrays of the whole graph."""
+    """Collects nodes, edges and columns from all parts into arrays for the whole graph."""
 
     def __init__(self, config: PartConfig) -> None:
         self._config = config
@@ -216,7 +216,7 @@ class _DglReader:
                 f"{path} lacks the node or edge data {sorted(missing)}, so it is not a part written by DGL"
             )
 
-        # DGL calls the nodes that a part owns, and the edges into them, *inner*. A part has only their data.
+        # DGL calls nodes that a part owns, and edges into them, *inner*. A part has no data for other ones.
         node_ids = structure.ndata[dgl.NID].numpy()
         edge_ids = structure.edata[dgl.EID].numpy()
         is_inner_edge = structure.edata["inner_edge"].numpy() == 1
@@ -239,7 +239,7 @@ class _DglReader:
         self._add_user_ids(path.with_name(_ORIGINAL_IDS), part)
 
     def graph(self) -> RawGraph:
-        """Return the graph of the parts that were added."""
+        """Return the graph that the added parts form."""
         config = self._config
         counts = config.nodes.counts.sum(axis=1).tolist()
         num_classes = {}
@@ -258,7 +258,7 @@ class _DglReader:
         )
 
     def _add_edges(self, ids: Array, sources: Array, destinations: Array, path: Path) -> None:
-        """Set the ends of edges. ``ids`` and the ends are ids over all types."""
+        """Set the edges' sources and destinations. All ids are over all types."""
         config = self._config
         edge_types, type_ids = config.edges.to_typed(ids)
         source_types, sources = config.nodes.to_typed(sources)
@@ -271,7 +271,7 @@ class _DglReader:
             self._ends[index][:, type_ids[is_of_type]] = sources[is_of_type], destinations[is_of_type]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        """Add the columns of one part to ``data``. ``ids`` are the owned ids of its rows, over all types."""
+        """Add one part's columns to ``data``. ``ids`` are the ids that the part owns, over all types."""
         types = {format_type(type_key): type_key for type_key in data}
         type_indices, type_ids = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
@@ -341,14 +341,14 @@ def write_dgl_format(
 ) -> Path:
     """Write ``<folder>/<graph name>.json`` and ``part<p>/`` like DGL's ``partition_graph``.
 
-    One process calls the function. The features of one part at a time are in memory. Each part holds its
-    nodes first, then the halo. DGL's per-type ids are the new ids of a dataset with the same arguments.
+    One process calls this. Only one part's features are in memory at a time. Each part holds its own nodes
+    first, then the halo. DGL's per-type ids equal the new ids that a dataset gets with the same arguments.
     Booleans become uint8, because DGL's files cannot hold booleans. ``orig_nids.dgl`` and ``orig_eids.dgl``
-    hold the ids of the source. In a single part, edges keep these ids, as with DGL.
+    hold the source's ids. If there is a single part, edges keep these ids, as with DGL.
 
     Args:
-        formats: Formats of the structure: ``coo`` (default), ``csc`` and ``csr``. For the other arguments see
-            :func:`write_dataset`.
+        formats: Formats for the structure: ``coo`` (default), ``csc`` and ``csr``. For the other arguments
+            see :func:`write_dataset`.
 
     Returns:
         Path of the JSON file, DGL's ``part_config``.
@@ -381,7 +381,7 @@ def write_dgl_format(
 
 
 def _in_source_order(graph: RawGraph) -> RawGraph:
-    """Return ``graph`` with its edges in the order of their ids in the source."""
+    """Return ``graph`` with edges sorted by the ids that they have in the source."""
     edges = dict(graph.edges)
     edge_data = dict(graph.edge_data)
     for etype, ids in graph.edge_ids.items():
@@ -393,16 +393,16 @@ def _in_source_order(graph: RawGraph) -> RawGraph:
 
 
 def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Array, Array]) -> dgl.DGLGraph:
-    """Return the graph of a part like DGL's, with its nodes, then the halo, and columns like ``dgl.NID``.
+    """Build a part's graph like DGL, with its own nodes, then the halo, and columns like ``dgl.NID``.
 
-    ``ends`` are the (sources, destinations) of the in-edges of its nodes, in the order of the edge ids. All
-    ids are over all types.
+    ``ends`` are (sources, destinations) for the in-edges of the part's nodes, sorted by edge id. All ids are
+    over all types.
     """
     first, last = nodes.part_range(part)
     source, destination = ends
     is_owned = (source >= first) & (source < last)
     halo = np.unique(source[~is_owned])
-    # Local ids number the owned nodes first, and then the halo.
+    # Local ids count the owned nodes first, and then the halo.
     local_sources = np.where(is_owned, source - first, (last - first) + np.searchsorted(halo, source))
     local_ends = torch.from_numpy(local_sources), torch.from_numpy(destination - first)
     global_ids = np.concatenate([np.arange(first, last), halo])
@@ -443,7 +443,7 @@ class _DglWriter:
         self._node_ranges = IdRanges.from_offsets([order.offsets for order in nodes.values()])
         self._edge_ranges = IdRanges.from_offsets([order.offsets for order in self._edges.values()])
 
-        # The edges of a single part keep their ids.
+        # If there is a single part, edges keep their ids.
         self._renumbers = max(len(order.offsets) for order in nodes.values()) > 2
 
     def write_part(self, part: int, folder: Path) -> None:
@@ -466,7 +466,7 @@ class _DglWriter:
         rows_by_type: Mapping[K, Array],
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
-        """Write the columns and the original ids of the rows of one part."""
+        """Write one part's columns, and the original ids of their rows."""
         columns = {}
         original_ids = {}
         for type_key, rows in rows_by_type.items():
@@ -478,7 +478,7 @@ class _DglWriter:
         save_tensors(str(folder / ids_file), original_ids)
 
     def config(self, assignment: Assignment) -> dict[str, object]:
-        """Return the content of DGL's JSON file."""
+        """Return the values for DGL's JSON file."""
         etypes = [_encode_type(etype) for etype in self._edges]
         parts = {}
         for part in range(assignment.num_parts):
@@ -498,7 +498,7 @@ class _DglWriter:
         }
 
     def _find_ends(self, part: int) -> tuple[Array, Array]:
-        """Return the sources and destinations of the edges of one part, as ids over all types."""
+        """Return one part's edge sources and destinations, as ids over all types."""
         sources = [np.empty(0, np.int64)]
         destinations = [np.empty(0, np.int64)]
         for etype, order in self._edges.items():
@@ -519,7 +519,7 @@ class _DglWriter:
     def _make_tensor(
         self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array
     ) -> torch.Tensor:
-        """Return ``rows`` of ``values``, which is ``column`` (type, name), in the dtype to store."""
+        """Return ``rows`` from ``values`` in the dtype to store. ``column`` is their (type, name)."""
         type_key, name = column
         dtype = self._dtypes[type_key].get(name, values.dtype.name)
         if dtype == values.dtype.name:
@@ -552,7 +552,7 @@ def _convert_ids(ids: Array) -> torch.Tensor:
 
 
 def ranges_by_type(types: Sequence[K], ranges: IdRanges) -> dict[K, list[list[int]]]:
-    """Return the (P, 2) homogeneous ranges by type, as in DGL's JSON file and its partition books."""
+    """Return (P, 2) ranges of ids over all types, by type, as in DGL's JSON file and partition books."""
     ends = ranges.starts + ranges.counts
     return dict(zip(types, np.stack([ranges.starts, ends], axis=-1).tolist(), strict=True))
 
@@ -570,7 +570,7 @@ def _check_names(graph: RawGraph) -> None:
 
 
 def _encode_type(type_key: str | EdgeType) -> str:
-    """Return the name of a type in DGL's files."""
+    """Return the name that a type has in DGL's files."""
     if isinstance(type_key, str):
         return type_key
     source, relation, destination = type_key

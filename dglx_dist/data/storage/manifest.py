@@ -1,4 +1,4 @@
-"""The manifest of a dataset as a frozen record and as JSON, and replacement of a dataset's folder."""
+"""Define a dataset's manifest, read and write it as JSON, and replace a dataset's folder."""
 
 import json
 import re
@@ -34,47 +34,47 @@ FORMAT = "dglx-dataset"
 VERSION = 1
 _NO_CHECKSUM = "00000000"
 _Count: TypeAlias = Annotated[int, Within(0, (1 << 63) - 1)]
-"""Number that fits int64."""
+"""Whole number from 0 that fits int64."""
 _INTEGERS = {dtype for dtype in DTYPES if dtype.startswith(("int", "uint"))}
 _EtypeName: TypeAlias = Annotated[tuple[str, ...], Within(3, 3)]
-"""Names of the source type, the relation and the destination type."""
+"""Source type, relation and destination type."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """Content of a partitioned dataset. Compare two by :attr:`checksum` or :func:`to_json`."""
+    """Describes a partitioned dataset. Compare two by :attr:`checksum` or :func:`to_json`."""
 
     name: str
     num_parts: int
     node_offsets: Mapping[str, Array]
-    """(P + 1,) int64 by node type. The new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
+    """(P + 1,) int64 by node type. Part p has the new ids ``offsets[p] .. offsets[p + 1] - 1``."""
     edge_offsets: Mapping[EdgeType, Array]
     """(P + 1,) int64 by edge type, the same for global edge ids."""
     node_columns: Mapping[str, Mapping[str, ColumnInfo]]
-    """Named tensors of every node type."""
+    """Columns by node type and name."""
     edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]]
-    """Named tensors of every edge type."""
+    """Columns by edge type and name."""
     num_classes: Mapping[str, int]
     user_ids: Mapping[str, str]
-    """Kind of the user's ids, ``int64`` or ``string``, by node type. Types with ids 0..N-1 have none."""
+    """``int64`` or ``string`` by node type that has user ids. Types with ids 0..N-1 are left out."""
     method: str
     seed: int
     parameters: Mapping[str, object] = field(default_factory=dict)
     quality: Mapping[str, object] = field(default_factory=dict)
-    """Quality figures of the partition, JSON values only."""
+    """The partition's quality figures, JSON values only."""
     files: Mapping[str, FileInfo] = field(default_factory=dict)
-    """Size and checksum of every file except the manifest, by path relative to the folder."""
+    """Size and checksum for every file except the manifest, by path relative to the folder."""
     checksum: str = ""
-    """Checksum of the manifest's bytes on disk. It identifies the dataset's content. Empty before writing."""
+    """The manifest's own checksum, which identifies the dataset's content. Empty before writing."""
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """Node types in the order of the source."""
+        """Node types in the same order as in the source."""
         return tuple(self.node_columns)
 
     @property
     def edge_types(self) -> tuple[EdgeType, ...]:
-        """Canonical edge types in the order of the source."""
+        """Canonical edge types in the same order as in the source."""
         return tuple(self.edge_columns)
 
     @property
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def class_names(self) -> dict[str, list[str]]:
-        """Names of the classes by type, for types with names in the source."""
+        """Class names by type, for types whose classes have names in the source."""
         names_by_type = self.parameters.get("class_names")
         if not isinstance(names_by_type, Mapping):
             return {}
@@ -102,21 +102,21 @@ class Manifest:
 
 
 class StoredArray(NamedTuple):
-    """Content of one file of a part."""
+    """What one file in a part holds, and which values are valid."""
 
     info: ColumnInfo | None
-    """Dtype and row shape, or None for ids of int32 or int64."""
+    """Dtype and row shape, or None for ids that are int32 or int64."""
     num_rows: int
     upper_bound: int | None = None
-    """Bound that all values must be below, because compiled code does not check them. None for no bound."""
+    """Bound that all values must be below, because compiled code does not check them. None: no bound."""
     refers_to: str = ""
-    """Name of the objects that have the values as ids."""
+    """What the values refer to, for messages, such as ``'paper' nodes``."""
     minimum: int | None = 0
-    """Smallest allowed value, or None for no minimum."""
+    """Smallest allowed value. None: no minimum."""
 
 
 def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
-    """Return the content of each file of one part, by its path relative to the dataset."""
+    """Describe each file in one part, by its path relative to the dataset."""
 
     def count_owned(offsets: Array) -> int:
         return int(offsets[part + 1] - offsets[part])
@@ -146,7 +146,7 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         num_row_pointers = count_owned(manifest.node_offsets[etype[2]]) + 1
         num_sources = manifest.num_nodes(etype[0])
         original_ids = StoredArray(IDS, num_edges, manifest.num_edges(etype), f"edges {etype}")
-        # The last row pointer is the number of edges.
+        # The last row pointer equals the number of edges.
         indptr = StoredArray(IDS, num_row_pointers, num_edges + 1, f"edges {etype} of the part")
         arrays[f"{folder}/indptr.arrow"] = indptr
         arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, num_sources, f"{etype[0]!r} nodes")
@@ -201,9 +201,10 @@ def to_json(manifest: Manifest) -> dict[str, object]:
 
 
 def from_json(value: object, where: str) -> Manifest:
-    """Return the manifest of the parsed JSON of the file ``where``.
+    """Return the manifest for parsed JSON. Messages name the file ``where``.
 
-    Raises StorageError if a key is missing, unknown or of the wrong kind, or the format version is newer.
+    Raises StorageError if a key is missing or unknown, a value has the wrong kind, or the format version is
+    newer.
     """
     top = Fields(value, where, error=StorageError)
     _check_format(top)
@@ -270,7 +271,7 @@ def _check_types(manifest: Manifest, where: str) -> None:
 
 def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
     """Write ``manifest.json`` into ``folder``, and return the manifest with its checksum."""
-    # The checksum is that of the text with zeros in the place of the checksum.
+    # The checksum covers the text with zeros in place of the checksum itself.
     blank = json.dumps({**to_json(manifest), "checksum": _NO_CHECKSUM}, indent=1, ensure_ascii=True)
     value = f"{zlib.crc32(blank.encode()):08x}"
     head, _, tail = blank.rpartition(_NO_CHECKSUM)
@@ -279,7 +280,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a dataset in a folder or, as a path, at an address.
+    """Read a dataset's manifest. ``folder`` may also be an address in an object store, as a path.
 
     Raises StorageError if it is missing, damaged, or too new.
     """
@@ -314,7 +315,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _explain_unreadable(folder: Path, problem: OSError) -> str:
-    """Return a message with the reason why ``folder`` has no readable manifest."""
+    """Return a message that says why ``folder`` has no readable manifest."""
     paths = sorted(folder.glob("*.json")) if folder.is_dir() else [folder]
     for path in paths:
         if is_dgl_config(path):
@@ -336,7 +337,7 @@ def _explain_unreadable(folder: Path, problem: OSError) -> str:
 
 
 def is_dgl_config(path: Path) -> bool:
-    """Return whether ``path`` is the JSON file of a partition in DGL's format."""
+    """Return whether ``path`` is the JSON file that describes a partition in DGL's format."""
     try:
         value = json.loads(read_small_file(path))
     except (OSError, ValueError, RecursionError):
@@ -411,7 +412,7 @@ def put_in_place(partial: Path, folder: Path, overwrite: bool | None) -> None:
 
 
 def _is_dataset(folder: Path) -> bool:
-    # The dataset may be damaged or of another version, but the folder must not have foreign files.
+    # The dataset may be damaged or in another version, but the folder must not have foreign files.
     names = {path.name for path in folder.iterdir()}
     if MANIFEST not in names:
         return False

@@ -1,4 +1,4 @@
-"""Opening of a dataset: verification, memory-mapped parts, and the structure of the whole graph."""
+"""Open a dataset: verify files, memory-map parts, and assemble the whole graph's structure."""
 
 from __future__ import annotations
 
@@ -43,25 +43,28 @@ Verify: TypeAlias = Literal["auto", "full", "never"]
 _LOG = logging.getLogger(__name__)
 _TEXTS_AT_ONCE = 1 << 16
 _PROGRESS_BYTES = 1 << 28
-"""Minimum number of bytes for which progress is shown."""
+"""Bytes from which progress is shown."""
 
 _VALUES = 1 << 18
-"""Number of values compared at a time, which fit in the processor's cache."""
+"""Number of values to compare at a time. They fit in the processor's cache."""
 _STAMPS = f"{CACHE}/verified.json"
 
 Stamps: TypeAlias = dict[str, list[object]]
-"""Stamps of verified files by path: [size, modification time in ns, time of the inode's change in ns,
-checksum]. If values were checked against ranges, the checksum of the manifest with the ranges follows. The
-change time of an inode cannot be set. So copies, and stamps that came with a dataset, are not verified."""
+"""Stamps by path, for files that were verified: [size, modification time in ns, inode change time in ns,
+checksum]. If values were checked against ranges, the checksum of the manifest with the ranges follows. An
+inode's change time cannot be set, so copied files never match a stamp and are verified again."""
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     """Compare the files on this machine with their checksums, and ids, masks and labels with their ranges.
 
-    ``full`` reads all files. ``auto`` skips files with the same size and times as at the last verification,
-    which ``cache/verified.json`` records. If this record cannot be written, a warning is logged, and every
-    opening reads all files. Raises StorageError if a file is damaged, and DatasetError if a value is out of
-    range.
+    ``full`` reads all files. ``auto`` skips a file if its size and times match the last verification, which
+    ``cache/verified.json`` records. If this record cannot be written, a warning is logged, and every opening
+    reads all files.
+
+    Raises:
+        StorageError: a file is damaged.
+        DatasetError: a value is out of range.
     """
     if verify == "never":
         return
@@ -101,7 +104,8 @@ def _check_values(folder: Path, path: str, array: StoredArray) -> None:
     """Raise DatasetError if an array has a value outside its bounds, or another dtype or shape."""
     name = Path(path).stem
     bound = array.upper_bound or 0
-    # The columns of users have an info that the file must match. Ids are checked here.
+    # read_column checks the dtype and shape of user columns. Ids may be int32 or int64, so they are checked
+    # below.
     info = array.info if "/data/" in path else None
     values = read_column(folder / path, name, info, array.num_rows)
 
@@ -136,19 +140,23 @@ def _check_values(folder: Path, path: str, array: StoredArray) -> None:
 def find_first_invalid(
     values: Array, bound: int, *, minimum: int | None = 0, is_indptr: bool = False
 ) -> int | None:
-    """Return the position of the first of (K,) integers outside [``minimum``, ``bound``), or None.
+    """Return the position of the first invalid value, or None.
 
-    A ``minimum`` of None allows all values below ``bound``. With ``is_indptr`` there must be at least one
-    value, and values must also rise from 0 to ``bound`` - 1.
+    Args:
+        values: (K,) integers.
+        bound: Values must be below it.
+        minimum: Values must not be below it. None: no minimum.
+        is_indptr: Whether values must also start at 0, never fall, and end at ``bound`` - 1. K must be above
+            0 then.
     """
     if is_indptr and values[0] != 0:
         return 0
 
     for start in range(0, len(values), _VALUES):
-        # The chunk includes the last value of the previous one, to compare neighbours.
+        # The chunk starts with the previous chunk's last value, to compare neighbours.
         first = max(start - 1, 0)
         chunk = values[first : start + _VALUES]
-        # Minimum and maximum need no temporary arrays, which takes a third of the time.
+        # Checking min and max takes a third of the time that comparisons with temporary arrays take.
         has_invalid = chunk.max() >= bound or (minimum is not None and chunk.min() < minimum)
         if is_indptr:
             has_invalid = has_invalid or (chunk[1:] < chunk[:-1]).any()
@@ -173,7 +181,7 @@ def _make_stamp(path: Path, info: FileInfo) -> list[object]:
 
 
 def _read_stamps(folder: Path) -> Stamps:
-    """Return the stamps of the last verification, or no stamps if they are missing or damaged."""
+    """Return the stamps from the last verification, or none if they are missing or damaged."""
     try:
         record = json.loads(read_small_file(folder / _STAMPS))
         if record["crc32"] == checksum_of(record["files"]):
@@ -206,13 +214,13 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     """Open a partitioned dataset, and clean its cache. Not collective.
 
     Args:
-        folder: Folder of the dataset, or its address in an object store. A local copy of the dataset is
-            opened then, which fetches files when they are first needed.
+        folder: Folder of the dataset, or its address in an object store. For an address, a local copy is
+            opened that fetches files when they are first needed.
         verify: See :func:`verify_files`. ``never`` also trusts the cache.
-        checked: Whether another process of this machine has just opened the dataset with the same ``verify``.
+        checked: Whether another process on this machine has just opened the dataset with the same ``verify``.
 
     Raises:
-        StorageError: the dataset is missing, half-written, damaged, or of a newer format version.
+        StorageError: the dataset is missing, half-written, damaged, or in a newer format version.
         DatasetError: an id in it is out of range.
     """
     if verify not in ("auto", "full", "never"):
@@ -241,7 +249,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
 
 @dataclass(frozen=True, kw_only=True)
 class _LocalFiles:
-    """Files of a dataset on this machine, and the mirror that adds missing ones."""
+    """A dataset's files on this machine, and the mirror that adds missing ones."""
 
     folder: Path
     manifest: Manifest
@@ -249,10 +257,10 @@ class _LocalFiles:
     verify: Verify
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Fetch those files that are not on this machine. Do nothing without a mirror.
+        """Fetch files that are not on this machine yet. Do nothing without a mirror.
 
-        Threads and processes may call it at the same time. Raises StorageError if a file is missing, damaged
-        or cannot be read, and DatasetError if an id in it is out of range.
+        Threads and processes may call this at the same time. Raises StorageError if a file is missing,
+        damaged or cannot be read, and DatasetError if an id in it is out of range.
         """
         if self.mirror is None:
             return
@@ -264,7 +272,7 @@ class _LocalFiles:
 
 @final
 class StoredDataset:
-    """The parts of a dataset. This machine may only have some of them.
+    """A dataset's parts, some of which may be on other machines.
 
     A dataset in an object store has a ``mirror``, which fetches missing files.
     """
@@ -281,7 +289,7 @@ class StoredDataset:
         self.manifest = manifest
         self.cache = cache
         self.location = str(folder) if mirror is None else mirror.location
-        """Folder or address of the dataset, for messages."""
+        """The dataset's folder or address, for messages."""
         self._files = _LocalFiles(folder=folder, manifest=manifest, mirror=mirror, verify=verify)
         self._parts: dict[int, StoredPart] = {}
 
@@ -289,7 +297,7 @@ class StoredDataset:
         return not self._find_missing_files(part)
 
     def part(self, part: int) -> StoredPart:
-        """Return one part without reading it. Raise StorageError if its files are not on this machine."""
+        """Open one part without reading it. Raise StorageError if its files are not on this machine."""
         if part not in self._parts:
             paths = self._find_missing_files(part)
             if paths and self._files.mirror is None:
@@ -301,11 +309,11 @@ class StoredDataset:
         return self._parts[part]
 
     def fetch_parts(self, parts: Iterable[int]) -> None:
-        """Fetch all files of ``parts`` that are not on this machine, if the dataset is in an object store."""
+        """Fetch the missing files for ``parts`` if the dataset is in an object store."""
         self._files.fetch([path for part in parts for path in part_arrays(self.manifest, part)])
 
     def fetch_structure(self, etype: EdgeType) -> None:
-        """Fetch the in-edges of one type in all parts, if the dataset is in an object store."""
+        """Fetch one type's in-edges in all parts if the dataset is in an object store."""
         folders = [edge_folder(part, etype) for part in range(self.manifest.num_parts)]
         self._files.fetch(f"{folder}/{name}.arrow" for folder in folders for name in ("indptr", "indices"))
 
@@ -318,7 +326,7 @@ class StoredDataset:
 
 @final
 class StoredPart:
-    """One part of a dataset. Its arrays are read-only memory-mapped views that are opened on first use.
+    """One part in a dataset. Its arrays are read-only memory-mapped views that are opened on first use.
 
     Methods raise ConfigError for an unknown type or name, and StorageError for a missing or damaged file.
     """
@@ -332,7 +340,7 @@ class StoredPart:
         self._arrays: dict[str, Array] = {}
 
     def indptr(self, etype: EdgeType) -> Array:
-        """Return the (n_dst + 1,) int64 row pointers of the in-edges of the owned destinations, from 0."""
+        """Return the (n_dst + 1,) int64 row pointers, from 0, for in-edges into owned destinations."""
         return self._map_array(f"{self._edge_folder(etype)}/indptr.arrow")
 
     def indices(self, etype: EdgeType) -> Array:
@@ -340,29 +348,29 @@ class StoredPart:
         return self._map_array(f"{self._edge_folder(etype)}/indices.arrow")
 
     def node_data(self, ntype: str, name: str) -> Array:
-        """Return the (n, *row) rows of one node tensor. bfloat16 is returned as bits in uint16."""
+        """Return one node column's (n, *row) rows. bfloat16 is returned as bits in uint16."""
         path = data_path(self._node_folder(ntype), name)
         _check_known(self._manifest.node_columns[ntype], name, f"tensor of {ntype!r} nodes", self._folder)
         return self._map_array(path)
 
     def edge_data(self, etype: EdgeType, name: str) -> Array:
-        """Return the (E_part, *row) rows of one edge tensor, in the order of :meth:`indices`."""
+        """Return one edge column's (E_part, *row) rows, in the same order as :meth:`indices`."""
         path = data_path(self._edge_folder(etype), name)
         _check_known(self._manifest.edge_columns[etype], name, f"tensor of {etype} edges", self._folder)
         return self._map_array(path)
 
     def original_node_ids(self, ntype: str) -> Array:
-        """Return the (n,) int64 ascending ids of the owned nodes in the source."""
+        """Return the (n,) int64 ids that the owned nodes have in the source, ascending."""
         return self._map_array(f"{self._node_folder(ntype)}/original_ids.arrow")
 
     def original_edge_ids(self, etype: EdgeType) -> Array:
-        """Return the (E_part,) int64 positions of the edges in the source."""
+        """Return the (E_part,) int64 positions that the edges have in the source."""
         return self._map_array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
         """Return the user's (n,) int64 or unicode ids, or None if the type has none.
 
-        Texts are copied to memory, or to a stage of the ``workspace``.
+        Texts are copied to memory, or to a stage in the ``workspace``.
         """
         path = f"{self._node_folder(ntype)}/user_ids.arrow"
         if ntype not in self._manifest.user_ids:
@@ -406,9 +414,9 @@ def _check_known(mapping: Mapping[K, Any], key: K, description: str, folder: Pat
 
 
 def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
-    """Return the graph of a dataset with one part, with edges in their stored order.
+    """Load the graph from a dataset with one part. Edges keep their stored order.
 
-    Arrays are memory-mapped, except for destinations. These are in memory, or in a stage of the
+    Arrays are memory-mapped, except for destinations. These are in memory, or in a stage in the
     ``workspace``. Raises ConfigError if the dataset has several parts, or a tensor is stored as bfloat16.
     """
     manifest = dataset.manifest
@@ -468,14 +476,14 @@ def _expand_destinations(
 
 
 def expand_indptr(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
-    """Yield the row numbers of all values of a CSC in order, in at least one piece of at most ``step``.
+    """Yield the row number of each value in a CSC, in pieces with up to ``step`` values.
 
-    ``indptr`` are the (N + 1,) row pointers. An empty CSC gives an empty piece.
+    ``indptr`` are the (N + 1,) row pointers. An empty CSC gives one empty piece.
     """
     num_values = int(indptr[-1])
     for first in range(0, max(num_values, 1), step):
         last = min(first + step, num_values)
-        # The rows that have a value in [first, last). The ends of their values are cut to this range.
+        # Select the rows with a value in [first, last), and clip their ranges to it.
         first_row = int(np.searchsorted(indptr, first, side="right")) - 1
         end_row = int(np.searchsorted(indptr, last, side="left"))
         ends = np.clip(indptr[first_row : end_row + 1], first, last)
@@ -488,21 +496,21 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, kw_only=True)
 class CSC:
-    """Read-only in-edges of every node of one edge type, with new global ids."""
+    """Read-only in-edges of all nodes for one edge type, with new global ids."""
 
     indptr: Array
     """(N_dst + 1,) int64."""
     indices: Array
-    """(E,) int32 or int64 source ids. The position of an edge is its global edge id."""
+    """(E,) int32 or int64 source ids. An edge's position is its global edge id."""
 
 
 def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
-    """Return the memory-mapped in-edges of one type of the whole graph.
+    """Memory-map the whole graph's in-edges for one edge type.
 
-    If there are several parts, the first process writes a copy into the cache. Later processes use the copy
-    as long as the manifest is the same. A damaged copy is logged and rewritten. If several processes write a
-    copy, the first to finish wins. If the folder cannot be written, a warning is logged, and the copy is made
-    in memory. Raises StorageError if a part is damaged or not on this machine.
+    If the dataset has several parts, the first process joins them in a copy in the cache. Later processes use
+    the copy as long as the manifest stays the same. A damaged copy is logged and rewritten. If several
+    processes write a copy, the first to finish wins. If the folder cannot be written, a warning is logged,
+    and the copy is made in memory. Raises StorageError if a part is damaged or not on this machine.
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:
@@ -534,7 +542,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
 
 
 def _iterate_structure(dataset: StoredDataset, etype: EdgeType, name: str) -> Iterator[Array]:
-    """Yield ``indptr`` or ``indices`` of the whole graph, part by part."""
+    """Yield the whole graph's ``indptr`` or ``indices``, part by part."""
     if name == "indptr":
         yield np.zeros(1, dtype=np.int64)
     for part in range(dataset.manifest.num_parts):
@@ -542,7 +550,8 @@ def _iterate_structure(dataset: StoredDataset, etype: EdgeType, name: str) -> It
         if name == "indices":
             yield stored_part.indices(etype)
         else:
-            # Row pointers of a part begin at 0, which is the last row pointer of the previous part.
+            # A part's row pointers begin at 0. That entry repeats the previous part's last one, so it is left
+            # out.
             yield stored_part.indptr(etype)[1:] + dataset.manifest.edge_offsets[etype][part]
 
 

@@ -1,7 +1,7 @@
-"""Named tensors as row files, with one Arrow file per writer and tensor, and one index over all files.
+"""Store named tensors as row files, with one Arrow file per writer and tensor, and one index over all files.
 
-A file holds a range of a tensor's rows. Readers may read any ranges, so the number of readers may differ from
-the number of writers. Callers write into a partial folder, see :mod:`dglx_dist.data.storage.files`.
+A file holds some consecutive rows from a tensor. Readers may ask for any rows, so there may be more or fewer
+readers than writers. Callers write into a partial folder, see :mod:`dglx_dist.data.storage.files`.
 """
 
 import json
@@ -35,7 +35,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
-    """A file with the rows ``first`` to ``first + num_rows - 1`` of the tensor ``name``."""
+    """A file with rows ``first`` to ``first + num_rows - 1`` from the tensor ``name``."""
 
     name: str
     first: Annotated[int, Within(0)]
@@ -54,13 +54,13 @@ class RowFile:
 
     @property
     def last(self) -> int:
-        """The row after the last one of this file."""
+        """The row after this file's last one."""
         return self.first + self.num_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRows:
-    """One tensor of an index."""
+    """One tensor in an index."""
 
     name: str
     info: ColumnInfo
@@ -78,11 +78,11 @@ class SavedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:
-    """The tensors of a folder."""
+    """The tensors in a folder."""
 
     tensors: Mapping[str, SavedRows]
     facts: Mapping[str, object]
-    """JSON values of the writer."""
+    """JSON values that the writer passed to :func:`write_index`."""
 
     def tensor(self, name: str, folder: Path) -> SavedRows:
         """Return one tensor. Raise StorageError if it does not exist."""
@@ -97,15 +97,15 @@ def write_rows(
 ) -> RowFile:
     """Write the (n, *row) ``rows`` from row ``first`` on as one file, and return its index entry.
 
-    Each writer calls the function for its own range, even if the range is empty. bfloat16 rows are passed as
-    uint16 with their ``info``. Raises ConfigError if values of this dtype cannot be stored, and OSError if
-    the file cannot be written.
+    Each writer calls this for its own range, even if the range is empty. bfloat16 rows are passed as uint16
+    with their ``info``. Raises ConfigError if this dtype cannot be stored, and OSError if the file cannot be
+    written.
     """
     if info is None:
         info = make_column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
     file = FileInfo(num_bytes=0, checksum="")
-    # An empty range has no file, because two writers may have an empty range at the same row.
+    # An empty range gets no file, because two writers may both have an empty range at the same row.
     if len(rows):
         file = write_column(folder / path, info, len(rows), [rows])
         synchronise(folder / path)  # Another machine may publish the folder.
@@ -113,10 +113,10 @@ def write_rows(
 
 
 def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> None:
-    """Write the index of the files of all writers. Call it from one writer, after all have finished.
+    """Write one index for all writers' files. Call this in one writer after all have finished.
 
-    The order of ``files`` does not matter. Raises StorageError if the files of a tensor overlap, have gaps or
-    differ in dtype or row shape.
+    ``files`` may be in any order. Raises StorageError if a tensor's files overlap, have gaps or differ in
+    dtype or row shape.
     """
     index = _build_index(folder, files, facts)
     entries = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
@@ -127,7 +127,7 @@ def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obje
 
 
 def read_index(folder: Path) -> RowIndex:
-    """Read the index of ``folder``. Raise StorageError if it is missing, damaged or of another version."""
+    """Read the index in ``folder``. Raise StorageError if it is missing, damaged or in another version."""
     path = folder / INDEX
     try:
         top = Fields.parse(read_small_file(path), INDEX)
@@ -175,7 +175,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
-    """Raise StorageError if files with the rows ``first`` to ``last - 1`` do not match their checksums."""
+    """Raise StorageError if a file with some of the rows ``first`` to ``last - 1`` fails its checksum."""
     for file in _find_overlapping(saved, first, last):
         expected = FileInfo(num_bytes=file.num_bytes, checksum=file.checksum)
         check_file(folder / file.path, expected, "use another copy")
@@ -184,7 +184,7 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
     """Copy the rows ``first`` to ``last - 1`` into the (last - first, *row) ``out``, bfloat16 as uint16.
 
-    Call :func:`check_rows` before. Raises StorageError if a file or the tensor does not have these rows.
+    Call :func:`check_rows` first. Raises StorageError if a file or the tensor does not have these rows.
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(
@@ -201,19 +201,19 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
 
 
 def _find_overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
-    """Return the files with any of the rows ``first`` to ``last - 1``."""
+    """Return the files with at least one row from ``first`` to ``last - 1``."""
     return [file for file in saved.files if file.num_rows and file.first < last and file.last > first]
 
 
 def _build_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> RowIndex:
-    """Group files by tensor. Raise StorageError unless they hold each row once, in one format."""
+    """Group files by tensor. Raise StorageError unless a tensor's files hold each row once, in one format."""
     files_by_tensor: dict[str, list[RowFile]] = {}
     for file in files:
         files_by_tensor.setdefault(file.name, []).append(file)
 
     tensors = {}
     for name, tensor_files in files_by_tensor.items():
-        # An empty file comes before the file that begins at the same row.
+        # An empty range sorts before the file that begins at the same row.
         tensor_files.sort(key=lambda file: (file.first, file.last))
         info = tensor_files[0].info
         next_row = 0

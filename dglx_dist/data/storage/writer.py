@@ -1,4 +1,4 @@
-"""Writing of a dataset: feature precision, new ids by owner, and the files of all parts."""
+"""Write a dataset: convert feature precision, renumber nodes and edges by owner, and write all parts."""
 
 import json
 import math
@@ -47,7 +47,7 @@ from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, No
 from dglx_dist.registry import suggest_name
 
 FeatureDtype: TypeAlias = str | Mapping[str, str]
-"""Storage dtype of all feature columns, or by column name: float16, bfloat16 or float32."""
+"""Dtype in which features are stored, for all columns or by column name: float16, bfloat16 or float32."""
 
 _FEATURE_DTYPES = ("float16", "bfloat16", "float32")
 K = TypeVar("K", str, EdgeType)
@@ -68,7 +68,7 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
 
 
 def resolve_dtypes(columns: Mapping[str, Any], feature_dtype: FeatureDtype | None) -> dict[str, str]:
-    """Return the dtypes of those ``columns`` of one type that are stored in another precision.
+    """Return the stored dtypes for those of one type's ``columns`` that are converted, by name.
 
     A single dtype applies to all floating-point columns with at least two dimensions, except ``label``.
     Columns with one value per node or edge (weights, times) keep their dtype unless they are named.
@@ -106,14 +106,14 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
 def narrow(
     piece: Array, dtype: str, description: str, rows: Array | range, ids: Array | None = None
 ) -> Array:
-    """Round the values of ``piece`` to ``dtype``, and check that no finite value becomes infinite.
+    """Round the values in ``piece`` to ``dtype``, and check that no finite value becomes infinite.
 
     Args:
-        piece: (k, ...) floating-point rows of a column.
+        piece: (k, ...) floating-point rows from a column.
         dtype: Name of the dtype to store. NumPy has no bfloat16, so its bits are returned as uint16.
-        description: Name of the column in the error message.
-        rows: (k,) number of each row of ``piece`` in the column.
-        ids: (N,) id of each row of the column, or None if the id of a row is its number.
+        description: The column's name in the error message.
+        rows: (k,) row numbers that the rows in ``piece`` have in the column.
+        ids: (N,) ids for all rows in the column. None: ids equal row numbers.
 
     Returns:
         (k, ...) rounded values.
@@ -123,7 +123,7 @@ def narrow(
     """
     if dtype == "bfloat16":
         narrowed = _round_to_bfloat16(_round_to_odd(piece)).reshape(piece.shape)
-        # Infinity and NaN have all bits of the exponent set, and finite values do not.
+        # Infinity and NaN have all exponent bits set, and finite values do not.
         is_finite = (narrowed & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT
     else:
         narrowed = _cast_quietly(piece, dtype)
@@ -143,20 +143,20 @@ def narrow(
 
 
 _BFLOAT16_EXPONENT = 0x7F80
-"""Bits of the exponent of a bfloat16 value."""
+"""Exponent bits in a bfloat16 value."""
 
 
 def _round_to_odd(values: Array) -> Array:
     """Return float32 bits that round to the bfloat16 nearest to ``values``.
 
-    Rounding twice could be wrong at ties. So values that float32 cannot represent are truncated and get an
+    Rounding twice could go wrong at ties. So values that float32 cannot represent are truncated and get an
     odd last bit (round to odd). The odd bit keeps them on the correct side of a tie.
     """
     single = np.ascontiguousarray(_cast_quietly(values, np.float32))
     bits = single.view(np.uint32)
     if values.dtype.itemsize > single.itemsize:
         is_rounded = (single != values) & np.isfinite(values)
-        # Subtracting 1 from the bits of a float gives the next one towards 0.
+        # Subtracting 1 from a float's bits gives the next float towards 0.
         bits -= is_rounded & (np.abs(single) > np.abs(values))
         bits |= is_rounded
     return bits.reshape(-1)
@@ -172,51 +172,51 @@ def _round_to_bfloat16(single: Array) -> Array:
     """Round (K,) float32 bits to the nearest 16 bits, with ties to even. NaN stays NaN."""
     high = single >> np.uint32(16)
     is_nan = (single & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    # Adding a little less than half of the last bit, or exactly half if the last bit is odd, rounds to even.
+    # To round to even, add half the last bit if it is odd, and a little less than half if it is even.
     half = np.uint32(0x7FFF) + (high & np.uint32(1))
     rounded = (single + half) >> np.uint32(16)
-    # Truncating a NaN could clear all bits of its fraction, so one of them is set.
+    # Truncating a NaN could clear all its fraction bits, so one of them is set.
     return np.where(is_nan, high | np.uint32(0x0040), rounded).astype(np.uint16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOrder:
-    """The new ids of one node type. Both permutations are int32 if N fits."""
+    """New ids for one node type. Both permutations are int32 if N fits."""
 
     new_to_old: Array
-    """(N,) original id of each new id, ascending within a part."""
+    """(N,) original ids by new id, ascending within a part."""
     old_to_new: Array
-    """(N,) new id of each original id."""
+    """(N,) new ids by original id."""
     offsets: Array
     """(P + 1,) int64. The new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeOrder:
-    """The edges of one type as CSC with new ids, all parts together."""
+    """All edges of one type as CSC with new ids, over all parts."""
 
     indptr: Array
     """(N_dst + 1,) int64."""
     indices: Array
     """(E,) new source ids, ascending within a destination, int32 if N_src fits."""
     new_to_old: Array
-    """(E,) position in ``RawGraph.edges`` of each new edge id. If sorted on disk, its id in the source."""
+    """(E,) position in ``RawGraph.edges`` by new edge id. If sorted on disk, the id in the source instead."""
     offsets: Array
     """(P + 1,) int64. Part p has the edges ``offsets[p] .. offsets[p + 1] - 1``, and their destinations."""
 
 
 def rows_of(order: NodeOrder | EdgeOrder, part: int) -> Array:
-    """Return the original ids of one part."""
+    """Return one part's original ids."""
     return order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
 
 
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
-    """Return the new ids of every node type. Nodes of one part keep their order."""
+    """Assign new ids to the nodes of every type, part by part. Nodes in one part keep their order."""
     check_assignment(assignment, graph)
     orders = {}
     for ntype, num_nodes in graph.num_nodes.items():
         part_of = np.asarray(assignment.part_of[ntype])
-        # The sort is stable, so that nodes keep their order. NumPy sorts 16-bit keys with a radix sort.
+        # A stable sort keeps the nodes' order. NumPy uses the faster radix sort for 16-bit keys.
         key_dtype = np.uint16 if assignment.num_parts <= 1 << 16 else np.int32
         new_to_old = np.argsort(part_of.astype(key_dtype), kind="stable")
         new_to_old = new_to_old.astype(id_dtype(num_nodes), copy=False)
@@ -230,10 +230,10 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
 
 
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
-    """Return the edges of one type ordered by (new destination, new source, original edge id).
+    """Order one type's edges by (new destination, new source, original edge id).
 
-    The function takes linear time and 2 E ids of temporary memory. Raises DatasetError if an edge names a
-    node that does not exist.
+    This takes linear time and temporary memory for 2 E ids. Raises DatasetError if an edge names a node that
+    does not exist.
     """
     check_ends(graph, etype)
     src, dst = graph.edges[etype]
@@ -242,7 +242,7 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     new_to_old = np.arange(len(src), dtype=dtype)
     indptr = _count(dst, destinations.old_to_new)
 
-    # Sorting by source first and then stably by destination gives ascending sources per destination.
+    # Sorting by source, and then stably by destination, gives ascending sources per destination.
     _fill(src, sources.old_to_new, new_to_old, _count(src, sources.old_to_new), by_source)
     _fill(dst, destinations.old_to_new, by_source, indptr[:-1].copy(), new_to_old)
     del by_source
@@ -253,10 +253,10 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
 
 def check_ends(graph: RawGraph, etype: EdgeType) -> None:
-    """Check the source and destination ids of the edges of one type.
+    """Check that one type's edges start and end at existing nodes.
 
-    Raises DatasetError if an id is not that of a node, and ConfigError if the numbers of sources and
-    destinations differ.
+    Raises DatasetError if there is no node with an id, and ConfigError if there are more sources than
+    destinations or fewer.
     """
     source_type, _, destination_type = etype
     src, dst = graph.edges[etype]
@@ -269,10 +269,10 @@ def check_ends(graph: RawGraph, etype: EdgeType) -> None:
 def relabel_on_disk(
     graph: RawGraph, etype: EdgeType, orders: Mapping[str, NodeOrder], workspace: Workspace
 ) -> tuple[EdgeOrder, dict[str, Array]]:
-    """Return the edges of one type in the order of :func:`relabel_edges`, and their columns in that order.
+    """Order one type's edges like :func:`relabel_edges`, but on disk, and their columns with them.
 
-    Arrays are memory-mapped from a stage of ``workspace``. Raises ConfigError if the memory of the workspace
-    is too small.
+    Arrays are memory-mapped from a stage in ``workspace``. Raises ConfigError if the workspace has too little
+    memory.
     """
     src, dst = graph.edges[etype]
     sources = orders[etype[0]]
@@ -281,7 +281,7 @@ def relabel_on_disk(
     columns = graph.edge_data.get(etype, {})
     num_edges = len(src)
 
-    # The arguments of a reader of rows are the first row and the row after the last.
+    # ``read_rows`` takes the first row and the row after the last.
     def make_chunks(read_rows: Callable[[int, int], Array]) -> Chunks:
         def iterate_chunks(step: int) -> Iterator[Array]:
             for first in range(0, num_edges, step):
@@ -327,11 +327,11 @@ def relabel_on_disk(
 
 
 _NODE_BYTES = 32
-"""Memory for each node while edges are ordered: owners, permutations and sorting."""
+"""Memory per node while edges are ordered: owners, permutations and sorting."""
 
 
 def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
-    """Return the budget beside the arrays of nodes to order edges. Raise ConfigError if it is too small."""
+    """Return the budget that node arrays leave to order edges. Raise ConfigError if it is too small."""
     num_bytes = _NODE_BYTES * graph.total_nodes
     if budget.work < num_bytes + MIN_WORK_BYTES:
         raise ConfigError(
@@ -342,8 +342,8 @@ def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
 
 
 def _order_of_bucket(destinations: Array, sources: Array) -> Array:
-    """Return the positions of the edges of a bucket, sorted by (destination, source, position)."""
-    # A key has the source in its high bits, and the position of the edge in the others.
+    """Sort the edges in a bucket by (destination, source, position), and return their positions."""
+    # A key has the source in its high bits, and the edge's position in its low bits.
     position_bits = len(sources).bit_length()
     source_bits = int(sources.max(initial=0)).bit_length()
     assert source_bits + position_bits < 64, "a bucket of more edges than there is memory"
@@ -355,9 +355,9 @@ def _order_of_bucket(destinations: Array, sources: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys: Array) -> None:
-    """Write the positions of edges sorted by (destination, source, position) into ``keys``.
+    """Sort edges by (destination, source, position), and write their positions into ``keys``.
 
-    ``ends`` has the end of each destination's edges in the result, and gets their beginning.
+    ``ends`` says where each destination's edges end in the result. It is overwritten with where they begin.
     """
     for edge in range(len(destinations) - 1, -1, -1):
         node = destinations[edge]
@@ -375,7 +375,7 @@ def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys
 
 @njit(cache=True, nogil=True)
 def _count(ids: Array, old_to_new: Array) -> Array:
-    # One slot is added, so that the cumulative sum begins with 0.
+    # One more slot lets the cumulative sum begin with 0.
     num_edges = np.zeros(len(old_to_new) + 1, dtype=np.int64)
     for edge in range(len(ids)):
         num_edges[old_to_new[ids[edge]] + 1] += 1
@@ -398,7 +398,7 @@ def _gather_twice(ids: Array, old_to_new: Array, edges: Array, out: Array) -> No
 
 
 CHUNK_BYTES = 1 << 24
-"""Bytes of rows to gather at a time, so that writing needs no second copy of a column."""
+"""Row bytes to gather at a time, so that writing needs no second copy of a column."""
 
 
 def write_dataset(
@@ -412,18 +412,19 @@ def write_dataset(
     feature_dtype: FeatureDtype | None = None,
     workspace: Workspace | None = None,
 ) -> Manifest:
-    """Relabel ``graph`` and write it atomically as a dataset.
+    """Renumber nodes and edges in ``graph``, and write it atomically as a dataset.
 
-    One process calls the function, or all ranks of ``workspace``, which share the parts. Temporary memory is
-    about three times the edge ids, or the memory of ``workspace``. Features are streamed.
+    One process calls this, or all ranks in ``workspace``, which share the parts. Temporary memory is about
+    three times the edge ids, or what ``workspace`` grants. Features are streamed.
 
     Args:
         graph: Graph to write. Sparse features are stored dense.
         folder: Folder that does not exist or is empty. With ``overwrite`` it may be a dataset to replace.
         quality: Figures for the manifest, JSON values only.
-        bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
-        feature_dtype: Dtype of the columns of :func:`resolve_dtypes`, which are converted while writing.
-        workspace: Workspace in which edges are ordered on disk, with the same result.
+        bfloat16: (node or edge type, column) for each uint16 array that holds bfloat16 bits.
+        feature_dtype: Dtype for the columns that :func:`resolve_dtypes` selects. They are converted while
+            writing.
+        workspace: Workspace to order edges on disk. The result is the same.
 
     Raises:
         ConfigError: graph and assignment do not match, or a value cannot be stored.
@@ -487,7 +488,7 @@ def write_dataset(
 
 
 class _PartWriter:
-    """Writes the files of all parts. Rank r writes the parts p with p mod R = r."""
+    """Writes the files in all parts. Out of R ranks, rank r writes each part p with p mod R = r."""
 
     def __init__(self, folder: Path, num_parts: int, advance: Advance, ranks: Ranks) -> None:
         self._folder = folder
@@ -498,8 +499,8 @@ class _PartWriter:
         self._files: dict[str, FileInfo | None] = {}
 
     def files(self) -> dict[str, FileInfo]:
-        """Return the files of all ranks. All ranks must call the method."""
-        # The caller synchronises the folder on the machine of rank 0 only.
+        """Return the files that all ranks have written. All ranks must call this."""
+        # The caller flushes the folder to disk on rank 0's machine only.
         for path, info in self._files.items():
             if info is not None and not self._ranks.is_first:
                 synchronise(self._folder / path)
@@ -507,7 +508,7 @@ class _PartWriter:
         infos_by_rank = self._ranks.gather_objects([info and asdict(info) for info in self._files.values()])
         files = {}
         for path, infos in zip(self._files, zip(*infos_by_rank, strict=True), strict=True):
-            # One rank has written the file, and the others have None.
+            # One rank has written the file, and the other ranks report None.
             (info,) = filter(None, infos)
             files[path] = FileInfo(**info)
         return files
@@ -545,7 +546,7 @@ class _PartWriter:
         columns: Mapping[str, ColumnInfo],
         on_disk: tuple[EdgeOrder, Mapping[str, Array]] | None,
     ) -> Array:
-        """Write the edges of one type, and return the (P + 1,) offsets of the parts in its edge ids."""
+        """Write one type's edges. Return (P + 1,) offsets that tell where each part's edge ids begin."""
         source, _, destination = etype
         data: Mapping[str, NodeColumn] = graph.edge_data.get(etype, {})
         ids = graph.edge_ids.get(etype)
@@ -561,7 +562,7 @@ class _PartWriter:
             self._part = part
             folder = edge_folder(part, etype)
             edge_range = range(*order.offsets[part : part + 2].tolist())
-            # Row pointers of a part begin at 0.
+            # A part's row pointers begin at 0.
             indptr = order.indptr[node_offsets[part] : node_offsets[part + 1] + 1] - edge_range.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
             self._write_column(f"{folder}/indices.arrow", source_info, edge_range, order.indices)
@@ -583,7 +584,7 @@ class _PartWriter:
         description: str = "",
         ids: Array | None = None,
     ) -> None:
-        """Write ``rows`` of ``column``, or ``rows`` itself if there is no column. Messages name ``ids``."""
+        """Write the ``rows`` from ``column``, or ``rows`` itself without one. Messages show the row's id."""
         dtype = numpy_dtype(info.dtype)
         step = max(1, CHUNK_BYTES // max(1, _count_row_bytes(info)))
         narrows = False
@@ -634,7 +635,7 @@ def _make_column_infos(
     bfloat16: Collection[tuple[str | EdgeType, str]],
     feature_dtype: FeatureDtype | None,
 ) -> dict[K, dict[str, ColumnInfo]]:
-    """Return dtype and row shape of all columns. Raise ConfigError if a column cannot be stored."""
+    """Describe all columns by dtype and row shape. Raise ConfigError if a column cannot be stored."""
     infos: dict[K, dict[str, ColumnInfo]] = {}
     for type_key, count in num_rows.items():
         columns = data.get(type_key, {})
@@ -664,7 +665,7 @@ def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat
 
 
 def _find_user_id_kinds(graph: RawGraph) -> dict[str, str]:
-    """Return ``string`` or ``int64`` for each node type with user ids."""
+    """Return ``string`` or ``int64`` for each node type that has user ids."""
     kinds = {}
     for ntype, ids in graph.user_ids.items():
         count = graph.num_nodes.get(ntype, 0)
@@ -695,7 +696,7 @@ def _count_column_bytes(num_rows: Mapping[K, int], columns: Mapping[K, Mapping[s
 
 
 def _check_settings(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
-    """Return the settings as they will be read back. Raise ConfigError if a value is not a JSON value."""
+    """Return the settings as JSON will read them back. Raise ConfigError if a value is not a JSON value."""
     for name, values in settings.items():
         for key, value in values.items():
             try:
