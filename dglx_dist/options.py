@@ -311,7 +311,7 @@ def parse_fractions(text: str, flag: str) -> tuple[float, ...]:
 def read_time(text: str) -> float:
     """Parse a time: an integer, a float, or an ISO date, which becomes seconds since 1970 in UTC.
 
-    Raises ConfigError if ``text`` is none of these, or a date with fractions of a second.
+    Raises ConfigError for any other text, and for a date with fractions of a second.
     """
     for number_type in (int, float):
         try:

@@ -1,4 +1,4 @@
-"""``dglx ingest`` and ``dglx partition``."""
+"""Define the commands ``dglx ingest`` and ``dglx partition``."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -159,7 +159,7 @@ def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) ->
 
 
 def _checksum_index(folder: Path) -> int:
-    """Return the CRC-32 of a folder's row index, which has the checksums of the row files."""
+    """Return a CRC-32 for the row index in ``folder``, which itself has checksums for all row files."""
     try:
         return zlib.crc32(read_small_file(folder / INDEX))
     except OSError as error:
