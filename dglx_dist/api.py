@@ -533,15 +533,14 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     For ``dgl.dataloading.as_edge_prediction_sampler(...)`` the result is a :func:`DistEdgeDataLoader`. With
     ``ShaDowKHopSampler`` it yields a graph in place of the blocks, with :class:`ClusterGCNSampler` only that.
 
-    Every rank must call this, and all ranks get the same number of steps. A rank that runs out of seeds gets
-    blocks without destinations.
+    Every rank must call this. All ranks get as many steps. A rank without seeds gets empty blocks.
 
     Args:
         g: The distributed graph.
-    indices: (K,) seeds for this rank, as :func:`node_split` returns them. May be empty.
-    graph_sampler: A sampler from ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
-    options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others, see
-        :class:`dglx_dist.dataloading.loader.DataLoader`. ``output="pyg"`` yields PyG's ``Data``.
+        indices: (K,) seeds for this rank, as :func:`node_split` returns them. May be empty.
+        graph_sampler: A sampler from ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
+        options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others, see
+            :class:`dglx_dist.dataloading.loader.DataLoader`. ``output="pyg"`` yields PyG's ``Data``.
 
     Raises:
         ConfigError: an option or sampler is not supported, or ``g`` exists in this process only.
@@ -563,8 +562,7 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
     """Create a loader that yields edge batches ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
 
-    Every rank must call this, and all ranks get the same number of steps. A rank that runs out of edges gets
-    pair graphs without edges.
+    Every rank must call this. All ranks get as many steps. A rank without edges gets empty pair graphs.
 
     Args:
         g: The distributed graph.

@@ -62,7 +62,6 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     """
     config = read_part_config(Path(part_config).absolute())
     num_parts = config.num_parts
-    config = read_part_config(Path(part_config).absolute())
     check_files(file for part in range(num_parts) for file in config.dgl_files(part))
     reader = _DglReader(config)
     with progress("Reading DGL's parts", num_parts) as advance:

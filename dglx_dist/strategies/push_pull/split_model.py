@@ -223,14 +223,10 @@ class ColumnDropout:
         self._edges = edges
 
     def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
-        """Drop entries of ``x``, the same ones on every number of ranks where that is possible.
+        """Drop entries of ``x``. ``nodes`` are the (n,) int64 ids of the rows, if they are known.
 
-        Rows that come from the cut input remember this step, and every part repeats it on its columns.
-        Other rows are dropped by the ids of their nodes or edges. Rows with unknown ids are dropped by
-        torch's random generator.
-
-        Args:
-            nodes: (n,) int64 node ids of the rows, if the caller knows them.
+        Rows from the cut input remember this step, and every part repeats it on its columns. Other rows are
+        dropped by the ids of their nodes or edges, or at random if the ids are unknown.
         """
         dropout = self._dropout
         own_input = self._provenance.own_input
@@ -240,10 +236,7 @@ class ColumnDropout:
         if origin is None:
             drop_by_ids = self._provenance.dropouts.drop
             dropped = drop_by_ids(x, dropout.p, module=self._number, edges=self._edges, nodes=nodes)
-            if dropped is None:
-                # The ids of the rows are unknown.
-                return functional.dropout(x, dropout.p)
-            return dropped
+            return functional.dropout(x, dropout.p) if dropped is None else dropped
 
         if dropout.inplace:
             raise ConfigError(
