@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Corrupt: TypeAlias = Literal["tail", "head", "both"]
-"""Which end of an edge to replace: the destination, the source, or each in turn."""
+"""Replaced end of an edge: the destination, the source, or each in turn."""
 
 Pairs: TypeAlias = tuple[Array, Array]
 """(sources, destinations), (P,) int64 each."""

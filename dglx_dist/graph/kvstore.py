@@ -55,7 +55,7 @@ MAX_BYTES = 64 << 20
 
 
 class _Message(NamedTuple):
-    """What a push sends to one rank. ``arrays`` are the ids and their rows."""
+    """Message that a push sends to one rank. ``arrays`` are the ids and their rows."""
 
     rank: int
     arrays: list[Array]

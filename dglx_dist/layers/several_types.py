@@ -25,7 +25,7 @@ class RelationInput(NamedTuple):
 
     inputs: StageInput
     transformed: Any
-    """What :meth:`SplittableConv.transform` returned."""
+    """Result of :meth:`SplittableConv.transform`."""
     shares: PartialSums
     """This part's shares of the values that edges need in full."""
 

@@ -99,7 +99,7 @@ class FitResult:
     best_epoch: int | None = None
     """Epoch with the best first validation metric. None without evaluation."""
     best_val_accuracy: float | None = None
-    """That metric's value at the best epoch, even if the metric is not accuracy.
+    """Value of the deciding metric at the best epoch, even if it is not accuracy.
 
     With ``eval_sample``, it is exact if ``patience`` is set.
     """

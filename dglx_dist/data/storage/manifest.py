@@ -102,7 +102,7 @@ class Manifest:
 
 
 class StoredArray(NamedTuple):
-    """What one file in a part holds, and which values are valid."""
+    """Content of one file in a part, and its valid values."""
 
     info: ColumnInfo | None
     """Dtype and row shape, or None for ids that are int32 or int64."""
@@ -110,7 +110,7 @@ class StoredArray(NamedTuple):
     upper_bound: int | None = None
     """Bound that all values must be below, because compiled code does not check them. None: no bound."""
     refers_to: str = ""
-    """What the values refer to, for messages, such as ``'paper' nodes``."""
+    """Description of the values in messages, such as ``'paper' nodes``."""
     minimum: int | None = 0
     """Smallest allowed value. None: no minimum."""
 
