@@ -446,6 +446,13 @@ class Session:
     def is_first_on_machine(self) -> bool:
         return self.hosts.index(self.hosts[self.topology.rank]) == self.topology.rank
 
+    @property
+    def num_servers_on_machine(self) -> int:
+        """Number of servers on the machine of this rank."""
+        host = self.hosts[self.topology.rank]
+        servers = zip(self.topology.server_of_rank, self.hosts, strict=True)
+        return len({server for server, server_host in servers if server_host == host})
+
     def describe_failure(self, activity: str) -> str:
         """Name the dead or failed ranks after ``activity`` failed. Asks every rank, which takes seconds."""
         return "" if self._watch is None else self._watch.describe(activity)

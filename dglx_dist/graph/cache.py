@@ -192,26 +192,35 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
+def find_halo(g: OpenedGraph, ntype: str) -> Array:
+    """Return the (C,) ids of remote nodes with edges to this server. Only its first rank finds them."""
+    return np.flatnonzero(_count_halo_edges(g, ntype))
+
+
 @contextmanager
-def hold_halo(g: OpenedGraph, names_of: Mapping[str, Sequence[str]]) -> Iterator[None]:
+def hold_halo(
+    g: OpenedGraph, names_of: Mapping[str, Sequence[str]], find_ids: Callable[[str], Array]
+) -> Iterator[None]:
     """Keep the rows of other servers that in-edges of local nodes start from. Every rank must call this.
 
-    Inside the block, no rank may write these tensors. A tensor with a cache keeps it. Rows that take more
-    than a quarter of the free memory of a server are not kept.
+    Inside the block, no rank may write these tensors. A tensor with a cache keeps it. The servers of a
+    machine keep no rows that together take more than a quarter of its free memory.
 
     Args:
         names_of: Node type to the keys of its tensors in the store.
+        find_ids: Returns the result of :func:`find_halo` for a node type.
     """
     session, store = g.session, g.kvstore
     held_names: list[str] = []
     try:
         for ntype, names in names_of.items() if session.topology.num_servers > 1 else ():
-            halo = np.flatnonzero(_count_halo_edges(g, ntype))
+            halo = find_ids(ntype)
             for name in names:
                 column = store.column(name)
                 if column.cache is not None or column.ahead is not None:
                     continue
-                is_too_large = 4 * len(halo) * column.row_bytes > machine_memory()[1]
+                num_bytes = session.num_servers_on_machine * len(halo) * column.row_bytes
+                is_too_large = 4 * num_bytes > machine_memory()[1]
                 if not gather_int64([int(is_too_large)], session).any():
                     cache = fill_cache(store, column, f"halo-{store.next_number()}", halo)
                     store.set_cache(name, cache, is_frozen=True)

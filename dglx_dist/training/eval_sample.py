@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -67,15 +68,17 @@ def check_sample(
         )
 
 
-def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float | None) -> DistTensor | None:
-    """Return marks of the nodes in one of ``masks``. Every rank must call this.
+def mark_targets(
+    g: DistGraph, ntype: str, masks: Sequence[str], fraction: float | None, stack: ExitStack
+) -> DistTensor | None:
+    """Return marks of the nodes in one of ``masks``, which the ``stack`` deletes. Every rank must call this.
 
     With a ``fraction``, a node is marked with this probability. Without one, return None if there are no
     masks or nearly all nodes are marked, because a pass over all nodes needs no marks.
     """
     if not masks:
         return None
-    marks = make_marks(g, ntype)
+    marks = make_marks(g, ntype, stack)
     data = g.nodes[ntype].data
     num_marked = 0
     for rows in split_owned_rows(g, ntype):
@@ -88,7 +91,6 @@ def mark_targets(g: DistGraph, ntype: str, masks: Sequence[str], fraction: float
     total = int(sum_over_ranks(torch.tensor([num_marked]), g.session, phase="control"))
     barrier(g.session, "marks of the targets")
     if fraction is None and total > 0.9 * g.num_nodes(ntype):
-        marks.delete()
         return None
     return marks
 

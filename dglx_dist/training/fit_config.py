@@ -60,7 +60,7 @@ class FitConfig(RunOptions):
     evaluate: Evaluate | None = None
     """Function that replaces exact accuracy. A custom ``task`` is evaluated only by this."""
     eval_batch_size: int | None = None
-    """Maximum number of nodes that an evaluation computes at once. None: as many as fit in 1 GB."""
+    """Maximum number of nodes that an evaluation computes at once. None: as many as fit in about 1 GB."""
     configuration: Mapping[str, object] = field(default_factory=dict)
     """More facts (JSON values) that must be equal if a run is resumed from an existing checkpoint."""
     on_begin: Callable[[], None] | None = None

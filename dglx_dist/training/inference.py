@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
@@ -23,7 +23,7 @@ from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.cache import hold_halo
+from dglx_dist.graph.cache import find_halo, hold_halo
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
 from dglx_dist.internals.cpu_kernels import correct_kernels, note_edge_order
@@ -233,7 +233,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         inputs: Tensor to read instead of ``feature``, such as ``embedding.weight``. With several node types,
             a dictionary of a tensor per node type. The first layer gets a dictionary if ``inputs`` is one.
         batch_size: Maximum number of destinations computed at once. Destinations with more than 512 in-edges
-            on average are computed in smaller batches. None: as many as fit in 1 GB.
+            on average are computed in smaller batches. None: as many as fit in about 1 GB,
+            at most 4096 in float64.
         layers: ``(block, h) -> h`` per layer, by default the model's ``inference_layers()``. Or the name of
             the attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``. For a wrapped model,
             take the layers from ``module = model.whole()`` and pass ``module`` as ``model``.
@@ -241,7 +242,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
             applies it outside its layers. Each result must then be a tensor.
         ntypes: Node types for which the last layer is computed. By default all.
         nodes: (N,) bool tensor of each of these node types that marks the nodes to compute. The rows of the
-            others are 0. Earlier layers are computed where the marked nodes need them.
+            others are 0. Earlier layers are computed where the marked nodes need them. If they need no nodes
+            of a type, layers get a batch of it without destinations, because it shows the shape of the rows.
         mask: Edge data of every edge type that marks the edges to use. None: all. Degrees count all edges.
         edge_feats: Names of edge data for the blocks, or names by edge type, as a sampler's
             ``prefetch_edge_feats``.
@@ -321,8 +323,11 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
     """Compute the passes in turn on the blocks of ``maker``. Every rank must call this."""
     check_replicas(dict(module.named_parameters()), g.session)
     target = find_float_parameter(module)
-    needed = list_needed(g, nodes, len(passes))
-    with evaluating(module):
+    _check_marks(g, nodes, ntypes)
+    # The halo is the same in all passes.
+    find_ids = cache(partial(find_halo, g))
+    with evaluating(module), ExitStack() as marks:
+        needed = list_needed(g, nodes, len(passes), marks)
         for depth, run_pass in enumerate(passes):
             # The first pass converts the features. Later passes read results in the dtypes of the model,
             # unless these are kept in another one.
@@ -345,20 +350,28 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
             if ntypes is not None and is_last:
                 out_types = list_names(ntypes)
             # A pass over few nodes reads a small share of the halo.
-            with hold_halo(g, stages.group_keys() if needed[depth] is None else {}):
-                results = _compute_all(
-                    stages, batch_size, out_types, needed[depth], f"pass {depth} over nodes"
-                )
-
-            # The rows of the first pass and the marks of the last pass are the caller's and must remain.
-            used_rows = [] if depth == 0 else [*rows.values()]
-            if not is_last:
-                used_rows += (needed[depth] or {}).values()
-            for tensor in used_rows:
-                tensor.delete()
-            rows = results
+            keys = stages.group_keys() if needed[depth] is None else {}
+            with ExitStack() as used_rows, hold_halo(g, keys, find_ids):
+                # The rows of the first pass are the caller's and must remain.
+                for tensor in rows.values() if depth else ():
+                    used_rows.enter_context(tensor)
+                rows = _compute_all(stages, batch_size, out_types, needed[depth], f"pass {depth} over nodes")
 
     return nest(rows)
+
+
+def _check_marks(g: DistGraph, marks: Marks | None, ntypes: Sequence[str] | None) -> None:
+    """Raise ConfigError unless there are ``marks`` of each of ``ntypes``, or none at all."""
+    if marks is None:
+        return
+    requested = g.ntypes if ntypes is None else list_names(ntypes)
+    missing = [ntype for ntype in requested if ntype not in marks]
+    unknown = [ntype for ntype in marks if ntype not in g.ntypes]
+    if missing or unknown:
+        raise ConfigError(
+            f"nodes has the types {[*marks]}, but results are computed for {[*requested]} of {g.ntypes}. "
+            "Pass marks for each of these types."
+        )
 
 
 @final
@@ -397,12 +410,19 @@ class PassStages:
         node_bytes = max(input_bytes.values()) + max((memory.node_bytes for memory in memories), default=0)
         edge_bytes = max((memory.edge_bytes for memory in memories), default=0)
         num_nodes = sum(map(self.g.num_nodes, self.g.ntypes))
-        return BatchLimits.from_memory(self.g.session, num_nodes, node_bytes, edge_bytes)
+        limits = BatchLimits.from_memory(self.g.session, num_nodes, node_bytes, edge_bytes)
+        if torch.float64 in self.dtypes.values():
+            # DGL's sums in float64 are several times slower on rows outside the cache.
+            return replace(limits, nodes=MIN_NODES)
+        return limits
 
     def group_keys(self) -> dict[str, list[str]]:
-        """Return the keys of the input rows in the store, by node type."""
+        """Return the keys of the input rows in the store of the graph, by node type."""
         keys: dict[str, list[str]] = {}
         for path, tensor in self.rows.items():
+            # The caller may pass rows of another graph.
+            if tensor.kvstore is not self.g.kvstore:
+                continue
             keys.setdefault(find_type(path, self.g), []).append(tensor.kvstore_key)
         return keys
 
@@ -564,8 +584,6 @@ def _compute_all(
         return batches
 
     first_batches = run_on_all_ranks(g.session, compute_first_batches, ConfigError)
-    results = _allocate_rows(g, {ntype: leaves for ntype, (_, leaves) in first_batches.items()})
-
     later_limits = stages.choose_limits(batch_size, memories)
 
     def fill() -> None:
@@ -583,8 +601,13 @@ def _compute_all(
         for batch in run_ahead(lambda item: stages.load(*item), later_batches, depth=1, num_threads=1):
             _write_rows(results, batch.ntype, batch.ids, stages.run(batch))
 
-    run_on_all_ranks(g.session, fill, ConfigError)
-    barrier(g.session, name)
+    with ExitStack() as allocated:
+        results = _allocate_rows(g, {ntype: leaves for ntype, (_, leaves) in first_batches.items()})
+        for tensor in results.values():
+            allocated.enter_context(tensor)
+        run_on_all_ranks(g.session, fill, ConfigError)
+        barrier(g.session, name)
+        allocated.pop_all()
     return results
 
 
@@ -700,36 +723,38 @@ def evaluate(  # noqa: PLR0913 - all optional
     metrics = list_metrics(task, metrics) if metrics else ()
     if sample is not None:
         check_sample(g, ntype, label, names, task, sample)
-    marks = mark_targets(g, ntype, names, sample)
-    options: dict[str, Any] = {
-        "feature": feature,
-        "inputs": inputs,
-        "batch_size": batch_size,
-        "edge_feats": edge_feats,
-        "ntypes": [ntype],
-        "nodes": None if marks is None else {ntype: marks},
-    }
-    if num_layers is None:
-        results = layerwise_inference(model, g, **options, hidden_dtype=hidden_dtype)
-    elif hidden_dtype is not None:
-        raise ConfigError(
-            f"hidden_dtype={hidden_dtype} is for rows between layers, but num_layers={num_layers} keeps "
-            "none. Leave one of them out."
-        )
-    else:
-        # Neighbourhoods of several hops grow too fast to choose their size by the in-degrees.
-        options["batch_size"] = MIN_NODES if batch_size is None else batch_size
-        results = minibatch_inference(model, g, num_layers, **options)
-
-    leaves = flatten(results)
-    try:
+    options = {"feature": feature, "inputs": inputs, "batch_size": batch_size, "edge_feats": edge_feats}
+    with ExitStack() as tensors:
+        marks = mark_targets(g, ntype, names, sample, tensors)
+        options |= {"ntypes": [ntype], "nodes": None if marks is None else {ntype: marks}}
+        leaves = flatten(_compute_outputs(model, g, options, num_layers, hidden_dtype))
+        for rows in leaves.values():
+            tensors.enter_context(rows)
         scores = _select_output(leaves, output)
         if sample is not None:
             return estimate_all(scores, g, ntype, label, names, task, metrics, sample)
         return _measure_all(scores, g, ntype, label, names, task, metrics)
-    finally:
-        for rows in (*leaves.values(), *([] if marks is None else [marks])):
-            rows.delete()
+
+
+def _compute_outputs(
+    model: nn.Module,
+    g: DistGraph,
+    options: dict[str, Any],
+    num_layers: int | None,
+    hidden_dtype: torch.dtype | None,
+) -> Any:
+    """Return the outputs of the model for an evaluation. Every rank must call this."""
+    if num_layers is None:
+        return layerwise_inference(model, g, **options, hidden_dtype=hidden_dtype)
+    if hidden_dtype is not None:
+        raise ConfigError(
+            f"hidden_dtype={hidden_dtype} is for rows between layers, but num_layers={num_layers} keeps "
+            "none. Leave one of them out."
+        )
+    if options["batch_size"] is None:
+        # Neighbourhoods of several hops grow too fast to choose their size by the in-degrees.
+        options = {**options, "batch_size": MIN_NODES}
+    return minibatch_inference(model, g, num_layers, **options)
 
 
 def _measure_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,25 +25,31 @@ _MAX_EDGES_PER_NODE = 2
 _NODES_AT_ONCE = 1 << 16
 
 
-def list_needed(g: DistGraph, targets: Marks | None, num_passes: int) -> Sequence[Marks | None]:
+def list_needed(
+    g: DistGraph, targets: Marks | None, num_passes: int, stack: ExitStack
+) -> Sequence[Marks | None]:
     """Mark the nodes that each pass must compute. None: all nodes. Every rank must call this.
 
-    The last entry is ``targets``. When done, delete the tensors in all entries before it.
+    The last entry is ``targets``. The ``stack`` deletes the tensors in all entries before it.
     """
     needed = [targets]
     while len(needed) < num_passes:
         marks = needed[0]
-        needed.insert(0, None if marks is None else _add_in_neighbours(g, marks))
+        needed.insert(0, None if marks is None else _add_in_neighbours(g, marks, stack))
     return needed
 
 
-def make_marks(g: DistGraph, ntype: str) -> DistTensor:
-    """Create marks for the nodes of type ``ntype``, with none set. Every rank must call this."""
+def make_marks(g: DistGraph, ntype: str, stack: ExitStack) -> DistTensor:
+    """Create marks for the nodes of type ``ntype``, with none set. Every rank must call this.
+
+    The ``stack`` deletes them.
+    """
     policy = g.get_node_partition_policy(ntype)
-    return DistTensor((g.num_nodes(ntype),), torch.bool, part_policy=policy, is_gdata=False, graph=g)
+    marks = DistTensor((g.num_nodes(ntype),), torch.bool, part_policy=policy, is_gdata=False, graph=g)
+    return stack.enter_context(marks)
 
 
-def _add_in_neighbours(g: DistGraph, marks: Marks) -> Marks | None:
+def _add_in_neighbours(g: DistGraph, marks: Marks, stack: ExitStack) -> Marks | None:
     """Mark the same nodes and their in-neighbours in new tensors. Return None if these are nearly all."""
     nodes_of = {ntype: ServerNodes(g, ntype, rows) for ntype, rows in marks.items()}
     num_edges = sum(nodes.count_edges(nodes.get_share()) for nodes in nodes_of.values())
@@ -50,7 +57,7 @@ def _add_in_neighbours(g: DistGraph, marks: Marks) -> Marks | None:
     if total > _MAX_EDGES_PER_NODE * sum(map(g.num_nodes, g.ntypes)):
         return None
 
-    expanded = {ntype: make_marks(g, ntype) for ntype in g.ntypes}
+    expanded = {ntype: make_marks(g, ntype, stack) for ntype in g.ntypes}
     is_needed = torch.tensor([True])
     for ntype, nodes in nodes_of.items():
         etypes = [etype for etype in g.canonical_etypes if etype[2] == ntype]

@@ -139,6 +139,35 @@ def test_only_needed_nodes_are_computed(
     assert len(needed) < num_nodes
 
 
+def fail_in_second_layer(folder: str) -> None:
+    def fail(block: Any, rows: Any) -> Any:
+        raise ConfigError("the second layer fails")
+
+    needed_nodes._MAX_EDGES_PER_NODE = 9
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        model = make_model()
+        first, *_ = model.eval().inference_layers()
+        model.inference_layers = lambda: [first, fail]
+        for names in (["val_mask"], []):
+            tensors = g.kvstore.names()
+            with pytest.raises(ConfigError, match="the second layer fails"):
+                evaluate(model, g, names)
+            assert g.kvstore.names() == tensors
+
+        model.inference_layers = lambda: [first]
+        for nodes in ({}, {"x": g.ndata["val_mask"]}):
+            with pytest.raises(ConfigError, match="Pass marks for each of these types"):
+                layerwise_inference(model, g, nodes=nodes)
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1)])
+def test_tensors_of_an_inference_are_freed_after_an_error(
+    folder: Path, ranks: int, ranks_per_server: int
+) -> None:
+    run_ranks(fail_in_second_layer, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
+
+
 def evaluate_typed(folder: str) -> None:
     with start_session(timeout_s=60):
         g = DistGraph(folder)

@@ -89,6 +89,9 @@ def test_next_batch_is_loaded_while_a_batch_is_computed(folder: str, monkeypatch
 def count_pulled(folder: str, free_bytes: int | None) -> Any:
     if free_bytes is not None:
         cache.machine_memory = lambda: (free_bytes, free_bytes)  # type: ignore[assignment]
+    counted = []
+    count_edges = cache._count_halo_edges
+    cache._count_halo_edges = lambda g, ntype: counted.append(ntype) or count_edges(g, ntype)
     with start_session() as session:
         g = DistGraph(folder, structure="partitioned")
         features = g.ndata["feat"]
@@ -101,12 +104,31 @@ def count_pulled(folder: str, free_bytes: int | None) -> Any:
         rows = layerwise_inference(model, g, layers=identity, batch_size=10)
         traffic = session.ledger.since(before)
         assert torch.equal(rows[:], features[:])
+        assert counted == (["_N"] if session.topology.local_rank == 0 else [])
         pulled = {"features": 0, "cache": 0}
         for row in traffic:
             if row.phase in pulled:
                 pulled[row.phase] += row.num_bytes
         assert not g.kvstore.has_cache
         return halo, features[:1].nbytes, pulled
+
+
+def count_cached(folder: str, free_rows: int) -> int:
+    with start_session():
+        g = DistGraph(folder)
+        row_bytes = g.ndata["feat"][:1].nbytes
+        cache.machine_memory = lambda: (0, free_rows * row_bytes)  # type: ignore[assignment]
+        key = g.ndata["feat"].kvstore_key
+        with cache.hold_halo(g, {"_N": [key]}, lambda _: np.arange(10)):
+            return int(g.kvstore.has_cache)
+
+
+@pytest.mark.parametrize(("free_rows", "is_kept"), [(80, 1), (79, 0)])
+def test_servers_of_a_machine_share_its_memory_for_halos(
+    tmp_path: Path, free_rows: int, is_kept: int
+) -> None:
+    folder = str(equality.write_parts(tmp_path))
+    assert run_ranks(count_cached, 2, args=(folder, free_rows), ranks_per_server=1) == [is_kept] * 2
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
