@@ -141,7 +141,27 @@ def refuse_addresses(config: object, names: Iterable[str]) -> None:
         value = getattr(config, name)
         if value is not None and find_address(value) is not None:
             flag = find_flag(type(config), name)
-            raise ConfigError(f"{flag} {find_address(value)} is an address. Name a path on this machine.")
+            location = hide_query(find_address(value) or "")
+            raise ConfigError(f"{flag} {location} is an address. Name a path on this machine.")
+
+
+def hide_query(address: str) -> str:
+    """Return an address for messages, without the query of a signed URL."""
+    return address.partition("?")[0] if address.startswith("http") else address
+
+
+def refuse_signed(config: object, names: Iterable[str]) -> None:
+    """Raise ConfigError if one of the options ``names`` is a signed URL, because files of a run repeat it.
+
+    A record may lack some of the options.
+    """
+    for name in names:
+        address = find_address(getattr(config, name, None) or "")
+        if address is not None and hide_query(address) != address:
+            raise ConfigError(
+                f"{name} {hide_query(address)} is a signed URL, which names one object for some time. Give "
+                "an address without a query, such as s3://BUCKET/NAME."
+            )
 
 
 path_option = partial(option, kind=Path, parse=lambda value, _flag: format_location(value))

@@ -24,6 +24,7 @@ from dglx_dist.options import (
     named_values,
     option,
     parse_fractions,
+    refuse_signed,
     select_common_fields,
 )
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, RawGraph
@@ -132,6 +133,7 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
     """Fields whose options are on the command line."""
 
     def __post_init__(self) -> None:
+        refuse_signed(self, ("out",))
         if self.add_time:
             self._check_add_time()
 

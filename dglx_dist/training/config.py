@@ -31,6 +31,7 @@ from dglx_dist.options import (
     parse_times,
     path_option,
     refuse_addresses,
+    refuse_signed,
 )
 from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
@@ -261,6 +262,9 @@ def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> f
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError if two options contradict each other, or TensorBoard is needed but not installed."""
     refuse_addresses(config, ("trace", "tensorboard"))
+    refuse_signed(
+        config, ("data", "out", "predictions", "save_embeddings", "checkpoint_folder", "weights_folder")
+    )
     if isinstance(config.metric, str):
         raise ConfigError(f"metric is the string {config.metric!r}, not a tuple: ({config.metric!r},)")
     if config.patience is not None and config.eval_every == 0:
@@ -735,6 +739,7 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        refuse_signed(self, ("run", "out", "data"))
         if self.out.suffix not in (".parquet", ".csv"):
             raise ConfigError(f"--out {self.out} must end with .parquet or .csv")
         if self.scores and self.out.suffix == ".csv":

@@ -290,11 +290,11 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not names:
         return
     if not overwrite:
-        raise StorageError(f"{address} exists already; choose another address, or give overwrite=True")
+        raise StorageError(f"{store.locate()} exists already; choose another address, or give overwrite=True")
     if EXPORT_INDEX not in names or FORMAT.encode() not in store.read_small(EXPORT_INDEX):
         raise StorageError(
-            f"{address} does not hold {_CONTENT}, so it is not overwritten; choose another address, or "
-            "delete the objects yourself"
+            f"{store.locate()} does not hold {_CONTENT}, so it is not overwritten; choose another address, "
+            "or delete the objects yourself"
         )
 
 

@@ -17,6 +17,9 @@ import fsspec
 import numpy as np
 import pytest
 
+import dglx_dist as dx
+from dglx_dist.cli.partition import PartitionCommand
+from dglx_dist.data.ingest.config import IngestPlan
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage import object_store, remote
 from dglx_dist.data.storage.columns import FileInfo
@@ -26,6 +29,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.options import find_address, format_location
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.training.config import PredictConfig, TrainConfig
 from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, put_value, random_homogeneous
 from tests.helpers.object_store import Fault, StandIn, answer, cut_after, wait_before
 from tests.stores.conftest import SECRET
@@ -322,8 +326,8 @@ def test_store_that_is_down_is_named_after_a_few_attempts(
     address: str, store: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = open_dataset(address)
-    store.fail("GET", "feat", *[answer("503 Slow Down", "SlowDown")] * object_store.MAX_TRIES**2)
-    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
+    # The number of requests is that of the message.
+    store.fail("GET", "feat", *[answer("503 Slow Down", "SlowDown")] * object_store.MAX_TRIES)
     with pytest.raises(StorageError, match=r"cannot be reached \(SlowDown, 5 attempts\); check the network"):
         dataset.part(0).node_data(NODE_TYPE, "feat")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -338,8 +342,7 @@ def test_silent_store_ends_in_a_time_out(
 ) -> None:
     monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 0.2)
     monkeypatch.setattr(object_store, "MAX_TRIES", 2)
-    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
-    store.fail("GET", "manifest", *[wait_before(0.5)] * 4)
+    store.fail("GET", "manifest", *[wait_before(0.5)] * 2)
     with pytest.raises(
         StorageError, match=rf"{address}/manifest.json cannot be reached \(ReadTimeoutError at http"
     ):
@@ -371,6 +374,46 @@ def test_credentials_in_addresses_are_refused_and_not_shown(cache: Path) -> None
     with pytest.raises(ConfigError, match="cannot be a signed URL") as error:
         open_dataset(f"https://host/name?X-Amz-Signature={SECRET}")
     assert SECRET not in str(error.value)
+
+
+def test_signed_urls_are_refused_for_files_of_a_run() -> None:
+    signed = f"https://host/name.csv?X-Amz-Signature={SECRET}"
+    refused: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
+        *(
+            (partial(TrainConfig, data="d"), {name: signed})
+            for name in ("out", "predictions", "save_embeddings")
+        ),
+        (TrainConfig, {"data": signed}),
+        (partial(TrainConfig, data="d"), {"trace": signed}),
+        (dx.FitConfig, {"checkpoint_folder": signed}),
+        (partial(PredictConfig, out=Path("a.csv")), {"run": signed}),
+        (partial(PredictConfig, run="r", out=Path("a.csv")), {"data": signed}),
+        (partial(PredictConfig, run="r"), {"out": Path(f"{signed}&a.csv")}),
+        (IngestPlan, {"out": Path(signed)}),
+        (partial(PartitionCommand, data="d", num_parts=2), {"out": Path(signed)}),
+    )
+    for record, values in refused:
+        with pytest.raises(ConfigError, match=r"https://host/name.csv is (a signed URL|an address)") as error:
+            record(**values)
+        assert SECRET not in str(error.value)
+    with (
+        pytest.raises(ConfigError, match="format='dgl' is written to a folder") as error,
+        remote.stage_dataset(signed, overwrite=False, format="dgl"),
+    ):
+        raise AssertionError("it must not begin")
+    assert SECRET not in str(error.value)
+
+
+def test_container_of_azure_is_no_credential() -> None:
+    address = "abfs://container@account.dfs.core.windows.net/name"
+    # The package for Azure is not installed here, so the message is that of fsspec.
+    with pytest.raises(ConfigError, match=rf"^{address} needs a package"):
+        object_store.open_store(address)
+    for scheme in ("abfs", "https", "s3"):
+        with pytest.raises(ConfigError, match=f"{scheme}://...* has credentials") as error:
+            object_store.open_store(f"{scheme}://user:{SECRET}@host/name")
+        assert SECRET not in str(error.value)
+        assert ("AWS_ACCESS_KEY_ID" in str(error.value)) == (scheme == "s3")
 
 
 EDGES = "src,dst\n0,1\n1,2\n2,0\n"
@@ -509,6 +552,29 @@ def test_resume_from_a_server_without_ranges_is_exact(web: str, cache: Path, tmp
     assert Path(remote.fetch_objects(address)).read_bytes() == content
     with pytest.raises(StorageError, match=r"table.bin than were requested; it must support range requests"):
         list(object_store.open_store(address).read("", 1 << 20, 1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (403, r"^no permission for http://[^?]*table.csv \(status 403. A signed URL may have expired\)"),
+        (404, r"^there is no object at or below http://[^?]*table.csv; check the address"),
+        (503, r"^http://[^?]*table.csv cannot be reached \(status 503, 5 attempts\)"),
+    ],
+)
+def test_refusals_of_a_web_server(status: int, message: str, store: StandIn, cache: Path) -> None:
+    class Refusing(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(StorageError, match=message) as error:
+            load_dataset(f"http://127.0.0.1:{server.server_port}/table.csv?Signature={SECRET}")
+        server.shutdown()
+    assert SECRET not in str(error.value)
 
 
 def test_large_object_of_a_server_without_ranges(

@@ -116,9 +116,42 @@ def test_overwrite_is_needed_and_removes_old_parts(store: StandIn, bucket: str, 
     names = keys(store, bucket, "graphs/ring/")
     assert {name.split("/")[0] for name in names} == {"manifest.json", "part0", "part1"}
 
-    store.client().put_object(Bucket=bucket, Key="graphs/ring/notes.txt", Body=b"mine")
-    with pytest.raises(StorageError, match=r"ring/notes.txt is not part of a dataset, so .* not overwritten"):
-        partition_graph(ring(), "ring", 2, folder, overwrite=True)
+    foreign = ("notes.txt", "part1/mydata.parquet", "part1/nodes/_N/data/mine.arrow", "part9/a/indptr.arrow")
+    for name in foreign:
+        store.client().put_object(Bucket=bucket, Key=f"graphs/ring/{name}", Body=b"mine")
+        with pytest.raises(
+            StorageError, match=rf"ring/{name} is not part of a dataset, so .* not overwritten"
+        ):
+            partition_graph(ring(), "ring", 2, folder, overwrite=True)
+        store.client().delete_object(Bucket=bucket, Key=f"graphs/ring/{name}")
+    store.client().put_object(Bucket=bucket, Key="other/ring/part1/mydata.parquet", Body=b"mine")
+    with pytest.raises(StorageError, match=r"mydata.parquet is not part of a dataset"):
+        partition_graph(ring(), "ring", 2, f"s3://{bucket}/other", overwrite=True)
+    store.client().put_object(Bucket=bucket, Key="other/ring/manifest.json", Body=b"[]")
+    with pytest.raises(StorageError, match=r"is not part of a dataset"):
+        partition_graph(ring(), "ring", 2, f"s3://{bucket}/other", overwrite=True)
+    assert len(keys(store, bucket, "other/")) == 2
+
+
+def test_denied_delete_does_not_lock_the_address(store: StandIn, bucket: str, cache: Path) -> None:
+    """The test object is left, which is no reason to ask for --overwrite when the permission is there."""
+    folder = f"s3://{bucket}/graphs"
+    store.fail("DELETE", "probe", answer("403 Forbidden", "AccessDenied"))
+    with pytest.raises(StorageError, match=r"no permission for .*part0/probe"):
+        partition_graph(ring(), "ring", 2, folder)
+    assert keys(store, bucket, "graphs/ring/") == ["part0/probe"]
+    partition_graph(ring(), "ring", 2, folder, part_method="random")
+    assert "part0/probe" not in keys(store, bucket, "graphs/ring/")
+
+
+def test_upload_to_a_busy_store_has_as_many_requests_as_its_message(
+    store: StandIn, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
+    (tmp_path / "a").write_text("x")
+    store.fail("PUT", "busy", *[answer("503 Slow Down", "SlowDown")] * object_store.MAX_TRIES)
+    with pytest.raises(StorageError, match=r"busy/a cannot be reached \(SlowDown, 5 attempts\)"):
+        object_store.open_store(f"s3://{bucket}/busy").put("a", tmp_path / "a")
 
 
 def test_reader_of_a_half_written_dataset_finds_none(

@@ -21,7 +21,7 @@ from dglx_dist.data.storage.files import read_small_file
 from dglx_dist.data.storage.remote import fetch_objects
 from dglx_dist.data.tables import FileSet
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import find_address, option, refuse_addresses
+from dglx_dist.options import find_address, option, refuse_addresses, refuse_signed
 from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 
@@ -57,6 +57,7 @@ class IngestPlan:
 
     def __post_init__(self) -> None:
         refuse_addresses(self, ("output_description", "workspace"))
+        refuse_signed(self, ("out",))
         if self.seed < 0:
             raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
 

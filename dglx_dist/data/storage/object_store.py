@@ -21,12 +21,13 @@ from typing import Any, TypeVar, final
 from urllib.parse import urlsplit
 
 from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.options import hide_query
 
 MAX_TRIES = 5
 """Attempts without progress after which an object counts as unreachable."""
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
-PAUSE_S = 0.2
+PAUSE_S = 1.0
 """First wait before another attempt. It doubles with each attempt."""
 _CHUNK_BYTES = 1 << 20
 _FSSPEC_CHUNK_BYTES = 1 << 23
@@ -67,13 +68,15 @@ class ObjectStore(ABC):
     All methods raise StorageError. The message names the object, but never credentials or a query.
     """
 
+    _repeats_puts = False
+    """Whether :meth:`_put` repeats failed requests itself, up to MAX_TRIES times."""
+
     def __init__(self, address: str) -> None:
         self.address = address
 
     def locate(self, name: str = "") -> str:
         """Return the address of an object for messages, without the query of a signed URL."""
-        url, _, _ = self.address.partition("?")
-        base = url if self.address.startswith("http") else self.address
+        base = hide_query(self.address)
         return f"{base.rstrip('/')}/{name}" if name else base
 
     def list(self) -> dict[str, ObjectInfo]:
@@ -111,7 +114,8 @@ class ObjectStore(ABC):
 
     def put(self, name: str, path: Path) -> None:
         """Upload a file. Readers see the old object or the complete new one."""
-        self._repeat(name, lambda: self._put(name, path))
+        num_tries = MAX_TRIES - 1 if self._repeats_puts else 0
+        self._repeat(name, lambda: self._put(name, path), num_tries)
 
     def delete(self, name: str) -> None:
         """Delete an object. It may be missing."""
@@ -139,8 +143,7 @@ class ObjectStore(ABC):
         except Exception as error:  # noqa: BLE001 - each library has errors of its own
             raise self._explain(name, error) from None
 
-    def _repeat(self, name: str, function: Callable[[], T]) -> T:
-        num_tries = 0
+    def _repeat(self, name: str, function: Callable[[], T], num_tries: int = 0) -> T:
         while True:
             try:
                 return self._call(name, function)
@@ -192,6 +195,8 @@ class S3Store(ObjectStore):
     ``AWS_ENDPOINT_URL``).
     """
 
+    _repeats_puts = True
+
     def __init__(self, address: str) -> None:
         super().__init__(address)
         parts = urlsplit(address, allow_fragments=False)
@@ -206,6 +211,14 @@ class S3Store(ObjectStore):
 
     @cached_property
     def _client(self) -> Any:
+        return self._make_client(max_tries=1)
+
+    @cached_property
+    def _upload_client(self) -> Any:
+        # A large file has many requests, so a failed one must not repeat the others.
+        return self._make_client(MAX_TRIES)
+
+    def _make_client(self, max_tries: int) -> Any:
         try:
             import boto3
             from botocore.config import Config
@@ -216,7 +229,7 @@ class S3Store(ObjectStore):
         config = Config(
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
-            retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
+            retries={"mode": "standard", "total_max_attempts": max_tries},
             max_pool_connections=32,
         )
         return boto3.Session().client("s3", config=config)
@@ -281,7 +294,7 @@ class S3Store(ObjectStore):
             yield from body.iter_chunks(_CHUNK_BYTES)
 
     def _put(self, name: str, path: Path) -> None:
-        self._client.upload_file(str(path), self._bucket, self._find_key(name))
+        self._upload_client.upload_file(str(path), self._bucket, self._find_key(name))
 
     def _delete(self, name: str) -> None:
         self._client.delete_object(Bucket=self._bucket, Key=self._find_key(name))
@@ -328,6 +341,11 @@ class FsspecStore(ObjectStore):
             raise _TransientError(f"no answer in {limit_s:.0f} s") from None
 
     def _explain(self, name: str, error: Exception) -> Exception:
+        status = _find_http_status(error)
+        if status in (401, 403):
+            return self._explain_forbidden(name, f"status {status}. A signed URL may have expired")
+        if status is not None and status not in (404, 410):
+            return _TransientError(f"status {status}")
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return self._explain_missing(name)
         if isinstance(error, PermissionError):
@@ -341,7 +359,9 @@ class FsspecStore(ObjectStore):
     def _find_objects(self) -> dict[str, ObjectInfo]:
         try:
             info = self._files.info(self._path)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if _find_http_status(error) not in (None, 404, 410):
+                raise
             return {}
         if info["type"] == "file":
             return {"": _make_info(info)}
@@ -373,6 +393,12 @@ class FsspecStore(ObjectStore):
             self._wait(self._files.rm_file, self._find_path(name))
 
 
+def _find_http_status(error: BaseException) -> int | None:
+    """Return the status of an answer. For fsspec, every refused answer means that there is no file."""
+    status = getattr(error, "status", getattr(error.__cause__, "status", None))
+    return status if isinstance(status, int) else None
+
+
 def _make_info(entry: dict[str, Any]) -> ObjectInfo:
     # Each implementation names the time and the checksum differently, so all values are the version.
     text = repr(sorted((name, str(value)) for name, value in entry.items()))
@@ -382,9 +408,11 @@ def _make_info(entry: dict[str, Any]) -> ObjectInfo:
 def open_store(address: str) -> ObjectStore:
     """Return the store of an address. Raise ConfigError if a package is missing or the address is wrong."""
     parts = urlsplit(address)
-    if parts.username is not None or "@" in parts.netloc:
+    is_s3 = parts.scheme in ("s3", "s3a")
+    # In abfs://container@account.dfs.core.windows.net/name, the name before @ is no secret.
+    if parts.password is not None or ("@" in parts.netloc and (is_s3 or parts.scheme.startswith("http"))):
+        remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if is_s3 else "log in to the store"
         raise ConfigError(
-            f"the address {parts.scheme}://...{parts.path} has credentials; leave them out, and set "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in to the store"
+            f"the address {parts.scheme}://...{parts.path} has credentials; leave them out, and {remedy}"
         )
-    return S3Store(address) if parts.scheme in ("s3", "s3a") else FsspecStore(address)
+    return S3Store(address) if is_s3 else FsspecStore(address)

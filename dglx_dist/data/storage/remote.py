@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -38,7 +38,7 @@ from dglx_dist.data.storage.object_store import (
 )
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.internals.cache_folder import find_dataset_cache
-from dglx_dist.options import find_address
+from dglx_dist.options import find_address, hide_query
 from dglx_dist.progress import progress
 
 _NUM_THREADS = 8
@@ -46,7 +46,11 @@ _LOCK_LIMIT_S = 900.0
 """Longest wait for another process that downloads nothing. A request and its repeats take 5 minutes."""
 _POLL_S = 0.2
 _PROGRESS_BYTES = 1 << 28
-_DATASET_NAME = re.compile(r"manifest\.json|part\d+/.+")
+_PROBE = "part0/probe"
+_WRITTEN_NAME = re.compile(
+    r"part\d+/(nodes|edges)/[^/]+/(data/[^/]+|indptr|indices|original_ids|user_ids)\.arrow"
+)
+"""Names of the arrays that :mod:`dglx_dist.data.storage.writer` writes."""
 log = logging.getLogger(__name__)
 
 
@@ -194,7 +198,7 @@ class DatasetMirror:
     """
 
     def __init__(self, address: str) -> None:
-        if "?" in address and address.startswith("http"):
+        if hide_query(address) != address:
             raise ConfigError("a dataset has many objects, so its address cannot be a signed URL; use s3://")
         self._store = open_store(address)
         try:
@@ -337,12 +341,12 @@ def stage_dataset(
     if address is None:
         yield Path(location)
         return
+    store = open_store(address)
     if format != "dglx":
         raise ConfigError(
-            f"format={format!r} is written to a folder, but {address} is an address; name a folder"
+            f"format={format!r} is written to a folder, but {store.locate()} is an address; name a folder"
         )
 
-    store = open_store(address)
     upload = cache_folder(store) / "upload"
     target = upload / _base_name(store)
     if not is_first:
@@ -371,29 +375,40 @@ def _base_name(store: ObjectStore) -> str:
     return store.locate().rstrip("/").rpartition("/")[2]
 
 
-def _list_replaceable(store: ObjectStore, overwrite: bool) -> Collection[str]:
+def _list_replaceable(store: ObjectStore, overwrite: bool) -> Set[str]:
     """Return the names of the objects that a dataset replaces. Raise StorageError if it must not."""
-    existing = store.list()
-    foreign = [name for name in existing if not _DATASET_NAME.fullmatch(name)]
+    existing = store.list().keys() - {_PROBE}  # A killed command may have left it.
     if existing and not overwrite:
         raise StorageError(f"{store.locate()} exists already; choose another address, or give --overwrite")
-    if foreign:
+    written = _list_written(store, existing)
+    foreign = min(existing - written, default=None)
+    if foreign is not None:
         raise StorageError(
-            f"{store.locate(foreign[0])} is not part of a dataset, so {store.locate()} is not overwritten; "
+            f"{store.locate(foreign)} is not part of a dataset, so {store.locate()} is not overwritten; "
             "choose another address, or delete the objects yourself"
         )
     return existing
+
+
+def _list_written(store: ObjectStore, existing: Set[str]) -> Set[str]:
+    """Return the names of a dataset: those in its manifest, or else those that a killed command can leave."""
+    if MANIFEST not in existing:
+        return {name for name in existing if _WRITTEN_NAME.fullmatch(name)}
+    try:
+        return {MANIFEST, *json.loads(store.read_small(MANIFEST))["files"]}
+    except (ValueError, LookupError, TypeError):  # It is another kind of manifest.
+        return set()
 
 
 def _check_writable(store: ObjectStore, probe: Path) -> None:
     """Write and delete an object. Partitioning may take hours, so a missing permission is found before."""
     with name_write_failures(probe.parent):
         probe.touch()
-    store.put("part0/probe", probe)
-    store.delete("part0/probe")
+    store.put(_PROBE, probe)
+    store.delete(_PROBE)
 
 
-def _upload(store: ObjectStore, folder: Path, existing: Collection[str]) -> None:
+def _upload(store: ObjectStore, folder: Path, existing: Set[str]) -> None:
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     # The cache can be made again, and belongs to one machine.
     names = [name for name in paths if not name.startswith((f"{CACHE}/", MANIFEST))]
@@ -412,6 +427,7 @@ def _upload(store: ObjectStore, folder: Path, existing: Collection[str]) -> None
 
         list(pool.map(put, names))  # The list raises the errors of the threads.
 
-    store.put(MANIFEST, paths[MANIFEST])
-    for name in set(existing) - paths.keys():
+    # A kill before the manifest leaves only names that the next command may replace.
+    for name in existing - paths.keys():
         store.delete(name)
+    store.put(MANIFEST, paths[MANIFEST])
