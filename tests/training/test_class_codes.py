@@ -19,7 +19,7 @@ def test_refuses_more_classes_than_nodes(tmp_path: Path, base: int) -> None:
     graph.ndata["train_mask"] = torch.ones(4, dtype=torch.bool)
     with dx.init(timeout=30):
         g = dx.distribute(graph, parts=1, cache=tmp_path)
-        with pytest.raises(ConfigError, match=rf"{base + 7372}: .* for 4 nodes\. .*--task regression"):
+        with pytest.raises(ConfigError, match=rf"{base + 7372}, .* for 4 nodes\. .*--task regression"):
             read_task(g, "_N", "label")
         assert read_task(g, "_N", "label", "regression") == ("regression", 1)
 
