@@ -1,5 +1,6 @@
 """Estimates from a sample of the targets, their standard errors, and passes over the needed nodes only."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -140,8 +141,14 @@ def test_only_needed_nodes_are_computed(
 
 
 def fail_in_second_layer(folder: str) -> None:
+    num_batches_left = 0
+
     def fail(block: Any, rows: Any) -> Any:
-        raise ConfigError("the second layer fails")
+        nonlocal num_batches_left
+        if not num_batches_left:
+            raise ConfigError("the second layer fails")
+        num_batches_left -= 1
+        return rows[: block.num_dst_nodes()]
 
     needed_nodes._MAX_EDGES_PER_NODE = 9
     with start_session(timeout_s=60):
@@ -149,10 +156,11 @@ def fail_in_second_layer(folder: str) -> None:
         model = make_model()
         first, *_ = model.eval().inference_layers()
         model.inference_layers = lambda: [first, fail]
-        for names in (["val_mask"], []):
+        # The rows of the second layer are allocated after its first batch.
+        for names, num_batches_left in itertools.product((["val_mask"], []), (0, 1)):  # noqa: B007
             tensors = g.kvstore.names()
             with pytest.raises(ConfigError, match="the second layer fails"):
-                evaluate(model, g, names)
+                evaluate(model, g, names, batch_size=10)
             assert g.kvstore.names() == tensors
 
         model.inference_layers = lambda: [first]

@@ -113,6 +113,23 @@ def count_pulled(folder: str, free_bytes: int | None) -> Any:
         return halo, features[:1].nbytes, pulled
 
 
+def infer_rows_of_another_graph(folder: str) -> None:
+    with start_session():
+        g, second_graph = DistGraph(folder), DistGraph(folder)
+        rows = second_graph.new_tensor((g.num_nodes(), 2), torch.float32, "rows")
+        identity = [lambda block, rows: rows[: block.num_dst_nodes()]]
+        own = g.local_nodes()
+        rows[own] = own.float()[:, None].expand(-1, 2)
+        g.barrier()
+        results = layerwise_inference(torch.nn.Linear(1, 1), g, layers=identity, inputs=rows)
+        assert torch.equal(results[:], rows[:])
+
+
+def test_inputs_may_be_rows_of_another_graph(tmp_path: Path) -> None:
+    folder = str(equality.write_parts(tmp_path))
+    run_ranks(infer_rows_of_another_graph, 2, args=(folder,), ranks_per_server=1)
+
+
 def count_cached(folder: str, free_rows: int) -> int:
     with start_session():
         g = DistGraph(folder)
