@@ -81,7 +81,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         probed = session.ledger.total(phase=PROBE_PHASE)
         g = DistGraph(data, session=session)
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
-        with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
+        with pytest.raises(ConfigError, match=r"Call dx\.choose_strategy"):
             DataLoader(g, [], None)
         message = FitConfig(epochs=1, eval_every=0)
         with pytest.raises(
@@ -225,7 +225,7 @@ def test_what_is_distributed_under_auto_is_chosen_for_once(dataset: str) -> None
     g = distribute(dataset, strategy=AUTO)
     with g.session:
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
-        with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
+        with pytest.raises(ConfigError, match=r"Call dx\.choose_strategy"):
             wrap(model, g)
         choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
         assert g.session.strategy == choice.chosen_prediction.candidate.strategy == "data_parallel"
