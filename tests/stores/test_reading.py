@@ -84,6 +84,7 @@ def test_fetches_each_needed_file_once(address: str, store: StandIn) -> None:
 def test_paths_lose_a_slash_of_addresses(address: str) -> None:
     assert open_dataset(Path(address)).folder == open_dataset(address).folder
     assert find_address(Path("s3://bucket/a/b")) == find_address("s3://bucket/a/b") == "s3://bucket/a/b"
+    assert find_address("S3://bucket/a") == "s3://bucket/a"
     assert find_address(Path("file:///tmp/a")) == "file:///tmp/a"
     for name in ("synthetic:nodes=5", "tables:/data/shop", "data/shop", "ogb:ogbn-arxiv"):
         assert find_address(name) is None

@@ -124,6 +124,12 @@ def test_foreign_objects_are_not_replaced_by_predictions(store: StandIn, bucket:
     check_target(Path(f"s3://{bucket}/free"), overwrite=False)
 
 
+def test_report_of_a_missing_run_names_its_address(store: StandIn, bucket: str, cache: Path) -> None:
+    done = dglx("report", f"s3://{bucket}/none")
+    assert done.returncode != 0
+    assert f"there is no object at or below s3://{bucket}/none" in " ".join(done.stderr.split())
+
+
 def test_only_changed_files_are_uploaded(store: StandIn, bucket: str, cache: Path) -> None:
     folder = RunStore(f"s3://{bucket}/run")
     folder.pull()
