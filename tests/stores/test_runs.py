@@ -79,6 +79,8 @@ def test_run_resumes_from_the_store_alone(
     assert "epoch" in run("report", address)
     run("predict", address, "--out", f"s3://{bucket}/single/answers.parquet")
     assert read_table(store, bucket, "single/", tmp_path) == expected
+    done = dglx("predict", address, "--out", f"s3://{bucket}/single/answers.parquet")
+    assert f"--out s3://{bucket}/single/answers.parquet exists" in " ".join(done.stderr.split())
 
 
 def test_stale_local_files_are_not_uploaded_by_seeds(

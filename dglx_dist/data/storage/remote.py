@@ -334,8 +334,9 @@ def stage_dataset(
 
     Raises:
         ConfigError: an address cannot take the ``format``.
-        StorageError: the address holds objects that must not be replaced, another command writes to it, or
-            the store cannot be written. The last case is checked before the folder is yielded, too.
+        StorageError: the address holds objects that must not be replaced, a command of this machine writes to
+            it, or the store cannot be written. The last case is checked before the folder is yielded, too.
+            Commands on other machines are not noticed, so two of them must not write to one address.
     """
     address = find_address(location)
     if address is None:
