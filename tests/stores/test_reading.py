@@ -1,5 +1,6 @@
 """Datasets and tables are read from an object store through a local copy, also over a broken connection."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -230,6 +231,23 @@ def test_waiter_does_not_lock_a_file_that_is_gone(change: str, tmp_path: Path) -
     with pytest.raises(StorageError, match="another job uses"):
         lock_exclusive(path, 0.0)
     os.close(second)
+
+
+def test_file_that_is_renamed_before_it_is_locked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    flock = fcntl.flock
+
+    def rename_first(descriptor: int, operation: int) -> None:
+        if not (tmp_path / "published").exists():
+            path.rename(tmp_path / "published")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", rename_first)
+    lock = lock_exclusive(path, 0.0)
+    assert os.path.samestat(os.fstat(lock), path.stat())
+    os.close(lock)
 
 
 def test_throttled_requests_are_repeated(address: str, store: StandIn, tmp_path: Path) -> None:
