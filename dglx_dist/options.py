@@ -115,7 +115,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.DOTALL)
+_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):(/+)(.*)", re.DOTALL)
 
 
 def find_address(location: str | os.PathLike[str]) -> str | None:
@@ -126,8 +126,9 @@ def find_address(location: str | os.PathLike[str]) -> str | None:
     match = _ADDRESS.fullmatch(os.fspath(location))
     if match is None or (isinstance(location, str) and len(match[2]) < 2):
         return None
-    slashes = "///" if match[1] in ("file", "local") else "//"
-    return f"{match[1]}:{slashes}{match[3]}"
+    scheme = match[1].lower()
+    slashes = "///" if scheme in ("file", "local") else "//"
+    return f"{scheme}:{slashes}{match[3]}"
 
 
 def format_location(location: str | os.PathLike[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dglx_dist.cli.common import command, write
 from dglx_dist.comm.topology import is_launched_by_torchrun
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import format_location
 from dglx_dist.training.config import PredictConfig
 
 
@@ -24,4 +25,4 @@ def predict(config: PredictConfig) -> None:
             "dglx predict runs in one process, but torchrun has started this one. Run it alone."
         )
     num_nodes = predict_nodes(config)
-    write(f"{num_nodes} nodes written to {config.out}")
+    write(f"{num_nodes} nodes written to {format_location(config.out)}")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dglx_dist.api import init
 from dglx_dist.cli.train_job import PREDICTION, SCORES, build, list_edge_columns
 from dglx_dist.data.storage.files import name_write_failures
+from dglx_dist.data.storage.object_store import open_store
 from dglx_dist.data.storage.remote import fetch_objects, open_output
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -75,9 +76,12 @@ def predict_nodes(config: PredictConfig) -> int:
     run = read_run(folder)
     plan = _read_plan(run.config, config)
     names = None if config.nodes is None else _read_ids(Path(fetch_objects(format_location(config.nodes))))
-    if find_address(config.out) is None:
+    address = find_address(config.out)
+    if address is None:
         with name_write_failures(config.out):
             config.out.parent.mkdir(parents=True, exist_ok=True)
+    elif not config.overwrite and "" in open_store(address).list():
+        raise ConfigError(f"--out {address} exists. Choose another file, or add --overwrite.")
 
     with init("data_parallel", seed=plan.seed, device=config.device) as session:
         g = DistGraph(plan.data, structure="replicated", session=session)
@@ -87,8 +91,8 @@ def predict_nodes(config: PredictConfig) -> int:
         plan = replace(plan, task=task)
         if config.out.suffix == ".csv" and (task == MULTILABEL or width > 1):
             raise ConfigError(
-                f"predictions of {width} values are lists, which --out {config.out} cannot hold. "
-                "Use .parquet."
+                f"predictions of {width} values are lists, which --out {format_location(config.out)} cannot "
+                "hold. Use .parquet."
             )
         ids = torch.arange(g.num_nodes(ntype)) if names is None else _find_nodes(g, ntype, names, config)
         module = _load_model(plan, g, ntype, width, config)

@@ -2,13 +2,14 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX
 from dglx_dist.data.storage.object_store import MissingObjectError, open_store
 from dglx_dist.data.storage.remote import cache_folder, fetch_objects
-from dglx_dist.options import find_address
+from dglx_dist.options import find_address, format_location
 from dglx_dist.report.run_folder import SUMMARY
 
 
@@ -31,9 +32,10 @@ class RunStore:
         if self._store is None:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
-        source = fetch_run(str(self._address))
-        if os.path.isdir(source):
-            shutil.copytree(source, self.folder)
+        with suppress(MissingObjectError):  # The run is new.
+            source = fetch_run(str(self._address))
+            if os.path.isdir(source):
+                shutil.copytree(source, self.folder)
         self._stamps = self._read_stamps()
 
     def push(self) -> None:
@@ -64,12 +66,6 @@ class RunStore:
 def fetch_run(run: str | Path) -> str:
     """Return the path of a run folder. Its files, without checkpoints, are copied if it is at an address.
 
-    The path does not exist if there is no file. Raises StorageError if the store cannot be read.
+    Raises MissingObjectError if the address has no file, and StorageError if the store cannot be read.
     """
-    address = find_address(run)
-    if address is None:
-        return str(run)
-    try:
-        return fetch_objects(address, lambda name: "/" not in name)
-    except MissingObjectError:
-        return str(cache_folder(open_store(address)) / "none")
+    return fetch_objects(format_location(run), lambda name: "/" not in name)

@@ -1,5 +1,6 @@
 """Datasets and tables are read from an object store through a local copy, also over a broken connection."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_fetches_each_needed_file_once(address: str, store: StandIn) -> None:
 def test_paths_lose_a_slash_of_addresses(address: str) -> None:
     assert open_dataset(Path(address)).folder == open_dataset(address).folder
     assert find_address(Path("s3://bucket/a/b")) == find_address("s3://bucket/a/b") == "s3://bucket/a/b"
+    assert find_address("S3://bucket/a") == "s3://bucket/a"
     assert find_address(Path("file:///tmp/a")) == "file:///tmp/a"
     for name in ("synthetic:nodes=5", "tables:/data/shop", "data/shop", "ogb:ogbn-arxiv"):
         assert find_address(name) is None
@@ -229,6 +231,23 @@ def test_waiter_does_not_lock_a_file_that_is_gone(change: str, tmp_path: Path) -
     with pytest.raises(StorageError, match="another job uses"):
         lock_exclusive(path, 0.0)
     os.close(second)
+
+
+def test_file_that_is_renamed_before_it_is_locked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    flock = fcntl.flock
+
+    def rename_first(descriptor: int, operation: int) -> None:
+        if not (tmp_path / "published").exists():
+            path.rename(tmp_path / "published")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", rename_first)
+    lock = lock_exclusive(path, 0.0)
+    assert os.path.samestat(os.fstat(lock), path.stat())
+    os.close(lock)
 
 
 def test_throttled_requests_are_repeated(address: str, store: StandIn, tmp_path: Path) -> None:

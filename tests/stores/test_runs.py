@@ -79,6 +79,8 @@ def test_run_resumes_from_the_store_alone(
     assert "epoch" in run("report", address)
     run("predict", address, "--out", f"s3://{bucket}/single/answers.parquet")
     assert read_table(store, bucket, "single/", tmp_path) == expected
+    done = dglx("predict", address, "--out", f"s3://{bucket}/single/answers.parquet")
+    assert f"--out s3://{bucket}/single/answers.parquet exists" in " ".join(done.stderr.split())
 
 
 def test_stale_local_files_are_not_uploaded_by_seeds(
@@ -122,6 +124,12 @@ def test_foreign_objects_are_not_replaced_by_predictions(store: StandIn, bucket:
     with pytest.raises(StorageError, match="exists already"):
         check_target(Path(f"s3://{bucket}/mine"), overwrite=False)
     check_target(Path(f"s3://{bucket}/free"), overwrite=False)
+
+
+def test_report_of_a_missing_run_names_its_address(store: StandIn, bucket: str, cache: Path) -> None:
+    done = dglx("report", f"s3://{bucket}/none")
+    assert done.returncode != 0
+    assert f"there is no object at or below s3://{bucket}/none" in " ".join(done.stderr.split())
 
 
 def test_only_changed_files_are_uploaded(store: StandIn, bucket: str, cache: Path) -> None:

@@ -7,7 +7,7 @@ import dgl
 import pytest
 
 from dglx_dist.api import partition_graph
-from dglx_dist.data.ingest.config import IngestPlan
+from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.storage import object_store, remote
 from dglx_dist.data.storage.reader import open_dataset
@@ -87,6 +87,29 @@ def test_description_takes_only_the_files_that_it_names(shop: str, store: StandI
     run("ingest", f"s3://{bucket}/described/shop.json", "--out", f"s3://{bucket}/one")
     assert store.count_bytes("described/other.csv") == 0
     assert store.count_bytes("described/edges.csv") == len(TABLES["edges.csv"])
+
+
+def test_description_beside_a_dataset_names_files_in_folders(
+    shop: str, store: StandIn, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ** stands for any number of folders, also none. Only files of the store count."""
+    bodies = {
+        "manifest.json": "{}",
+        "shop.json": CONFIG.replace("no*.csv", "**/nodes.csv").replace("edges.csv", "a/*.csv"),
+        "nodes.csv": TABLES["nodes.csv"],
+        "a/edges.csv": TABLES["edges.csv"],
+        "a/b/edges.csv": TABLES["edges.csv"],
+    }
+    for name, text in bodies.items():
+        store.client().put_object(Bucket=bucket, Key=f"beside/{name}", Body=text.encode())
+    run("ingest", f"s3://{bucket}/beside/shop.json", "--out", f"s3://{bucket}/one")
+    assert open_dataset(f"s3://{bucket}/one").manifest.num_edges(("n", "to", "n")) == 10
+    assert store.count_bytes("beside/a/b/edges.csv") == 0
+
+    monkeypatch.chdir(local_shop(tmp_path / "shop"))
+    store.client().delete_object(Bucket=bucket, Key="beside/nodes.csv")
+    with pytest.raises(ConfigError, match=r"there is no file '\*\*/nodes.csv' beside the description"):
+        read_config(Path(f"s3://{bucket}/beside/shop.json"))
 
 
 def ring() -> dgl.DGLGraph:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from glob import escape as glob_escape
 from glob import glob
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from dglx_dist.data.json_fields import Fields, Within
@@ -21,6 +21,7 @@ from dglx_dist.data.storage.files import read_small_file
 from dglx_dist.data.storage.remote import fetch_objects
 from dglx_dist.data.tables import FileSet
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.cache_folder import find_dataset_cache
 from dglx_dist.options import find_address, option, refuse_addresses, refuse_signed
 from dglx_dist.records import LABEL, SPLITS, EdgeType
 
@@ -145,7 +146,10 @@ def _find_matches(pattern: str, entry: Fields) -> list[Path]:
     if find_address(pattern) is not None:
         copy = Path(fetch_objects(pattern))
         return sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]
-    folders = (Path(entry.where).absolute().parent, Path.cwd())
+    folder = Path(entry.where).absolute().parent
+    # A description at an address names objects, and no files of the machine that reads it.
+    is_copy = folder.is_relative_to(find_dataset_cache().absolute())
+    folders = [folder] if is_copy else [folder, Path.cwd()]
     for folder in folders:
         # A file may have a name such as part[1].csv, which does not match itself as a pattern.
         if (folder / pattern).is_file():
@@ -154,7 +158,8 @@ def _find_matches(pattern: str, entry: Fields) -> list[Path]:
         paths = sorted(path for path in matches if path.is_file())
         if paths:
             return paths
-    raise entry.error(f"there is no file {pattern!r} in {folders[0]} or {folders[1]}")
+    places = "beside the description" if is_copy else f"in {folders[0]} or {folders[1]}"
+    raise entry.error(f"there is no file {pattern!r} {places}")
 
 
 TRANSFORMS: Mapping[str, tuple[str, ...]] = {
@@ -256,9 +261,16 @@ def _fetch_description(path: Path) -> Path:
     patterns = [text for text in texts if glob_escape(text) != text]
 
     def is_wanted(file: str) -> bool:
-        return file == name or file in texts or any(fnmatch(file, pattern) for pattern in patterns)
+        return file == name or file in texts or any(_matches(file, pattern) for pattern in patterns)
 
     return Path(fetch_objects(folder, is_wanted), name)
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """Return whether ``glob`` may find ``file`` by ``pattern``, where ** stands for any number of folders."""
+    if "**" in pattern:
+        return fnmatch(file, pattern) or fnmatch(file, pattern.replace("**/", ""))
+    return file.count("/") == pattern.count("/") and PurePosixPath(file).match(pattern)
 
 
 def _iterate_texts(value: object) -> Iterator[str]:

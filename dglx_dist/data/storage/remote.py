@@ -240,20 +240,20 @@ def _has_manifest(store: ObjectStore) -> bool:
     return True
 
 
-def fetch_objects(location: str, is_wanted: Callable[[str], bool] = lambda _name: True) -> str:
+def fetch_objects(location: str, is_wanted: Callable[[str], bool] | None = None) -> str:
     """Return the path of a local copy of the object, or of all objects, at an address.
 
-    Other locations, and addresses of datasets, are returned unchanged. Objects without the approval of
-    ``is_wanted`` are left out. Raises MissingObjectError if there is no object, and StorageError if one
-    changes meanwhile.
+    Other locations are returned unchanged. Objects without the approval of ``is_wanted`` are left out.
+    Without it, addresses of datasets are returned unchanged, too. Raises MissingObjectError if there is no
+    object, and StorageError if one changes meanwhile.
     """
     address = find_address(location)
     if address is None:
         return location
     store = open_store(address)
-    if _has_manifest(store):
+    if is_wanted is None and _has_manifest(store):
         return location
-    objects = {name: info for name, info in store.list().items() if is_wanted(name)}
+    objects = {name: info for name, info in store.list().items() if is_wanted is None or is_wanted(name)}
     if "" in objects:
         objects = {"": objects[""]}
     if not objects:
@@ -334,8 +334,9 @@ def stage_dataset(
 
     Raises:
         ConfigError: an address cannot take the ``format``.
-        StorageError: the address holds objects that must not be replaced, another command writes to it, or
-            the store cannot be written. The last case is checked before the folder is yielded, too.
+        StorageError: the address holds objects that must not be replaced, a command of this machine writes to
+            it, or the store cannot be written. The last case is checked before the folder is yielded, too.
+            Commands on other machines are not noticed, so two of them must not write to one address.
     """
     address = find_address(location)
     if address is None:
