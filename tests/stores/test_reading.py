@@ -624,7 +624,7 @@ def test_signed_urls_do_not_appear_in_messages(cache: Path, monkeypatch: pytest.
 
     class Failing(fsspec.AbstractFileSystem):
         protocol = "https"
-        cacheable = False
+        cachable = False  # codespell:ignore cachable
 
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
