@@ -343,8 +343,9 @@ def check_edge_column(g: DistGraph, name: str) -> None:
     if missing_types:
         raise ConfigError(
             f"the column {name!r} was given as prob or mask, but {len(missing_types)} of "
-            f"{len(g.canonical_etypes)} edge types do not have it: {', '.join(map(str, missing_types))}. Add "
-            "the column to them. A column of ones draws all edges with equal probability."
+            f"{len(g.canonical_etypes)} edge types do not have it: {', '.join(map(str, missing_types))}. The "
+            f"first of them has {sorted(g.edges[missing_types[0]].data)}. Add the column. A column of ones "
+            "draws all edges with equal probability."
         )
 
 

@@ -162,7 +162,8 @@ def _write_folder(
 ) -> None:
     """Replace ``folder`` by the files from all ranks. ``write_share`` returns this rank's index entries."""
     is_rank_0 = session.topology.rank == 0
-    address = find_address(folder)
+    # A wrong folder on one rank is an error on all.
+    address = run_on_all_ranks(session, lambda: find_address(folder), ConfigError)
     if address is not None:
         _write_objects(session, address, overwrite, write_share)
         return

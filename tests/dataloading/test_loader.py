@@ -129,7 +129,7 @@ WRONG = [
     ({"exclude": [10**6]}, IndexError, "1000000"),
     ({"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'.*'feat'"),
     ({"sampler": NeighborSampler([2], prefetch_labels=["labels"])}, ConfigError, "prefetch_labels"),
-    ({"sampler": NeighborSampler([2], prob="no")}, ConfigError, "prob or mask names 'no'.*'odd'"),
+    ({"sampler": NeighborSampler([2], prob="no")}, ConfigError, "'no' was given as prob or mask.*'odd'"),
     ({"sampler": "all"}, ConfigError, "str makes no blocks"),
     ({"sampler": NeighborSampler([{"likes": 2}])}, ConfigError, "fanouts"),
     (

@@ -374,7 +374,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         lambda: make_net(gat_everywhere),
         {},
-        r"GATConv of \('author', 'writes', 'paper'\) reads both ends.*SAGEConv",
+        r"GATConv of \('author', 'writes', 'paper'\) combines the rows.*SAGEConv",
     ),
     (lambda: make_net(gcn_aggregator), {}, r"SAGEConv with one width cannot be split on edges between two"),
     (lambda: make_net(wide_gcn), {}, r"weight. has 9 columns, but the features of '\w+' have \d"),
