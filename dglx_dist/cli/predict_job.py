@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dglx_dist.api import init
 from dglx_dist.cli.train_job import PREDICTION, SCORES, build, list_edge_columns
 from dglx_dist.data.storage.files import name_write_failures
-from dglx_dist.data.storage.object_store import open_store
+from dglx_dist.data.storage.object_store import find_store
 from dglx_dist.data.storage.remote import fetch_objects, open_output
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -76,12 +76,12 @@ def predict_nodes(config: PredictConfig) -> int:
     run = read_run(folder)
     plan = _read_plan(run.config, config)
     names = None if config.nodes is None else _read_ids(Path(fetch_objects(format_location(config.nodes))))
-    address = find_address(config.out)
-    if address is None:
+    store = find_store(config.out)
+    if store is None:
         with name_write_failures(config.out):
             config.out.parent.mkdir(parents=True, exist_ok=True)
-    elif not config.overwrite and "" in open_store(address).list():
-        raise ConfigError(f"--out {address} exists. Choose another file, or add --overwrite.")
+    elif not config.overwrite and "" in store.list():
+        raise ConfigError(f"--out {store.address} exists. Choose another file, or add --overwrite.")
 
     with init("data_parallel", seed=plan.seed, device=config.device) as session:
         g = DistGraph(plan.data, structure="replicated", session=session)

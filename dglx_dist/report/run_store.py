@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import final
 
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX
-from dglx_dist.data.storage.object_store import MissingObjectError, open_store
+from dglx_dist.data.storage.object_store import MissingObjectError, find_store
 from dglx_dist.data.storage.remote import cache_folder, fetch_objects
-from dglx_dist.options import find_address, format_location
+from dglx_dist.options import format_location
 from dglx_dist.report.run_folder import SUMMARY
 
 
@@ -21,8 +21,7 @@ class RunStore:
     """
 
     def __init__(self, out: str | Path) -> None:
-        self._address = find_address(out)
-        self._store = None if self._address is None else open_store(self._address)
+        self._store = find_store(out)
         self.folder = Path(out) if self._store is None else cache_folder(self._store) / "run"
         """The run folder, or a local folder in which its files are written."""
         self._stamps: dict[str, tuple[int, int]] = {}
@@ -33,7 +32,7 @@ class RunStore:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(MissingObjectError):  # The run is new.
-            source = fetch_run(str(self._address))
+            source = fetch_run(self._store.address)
             if os.path.isdir(source):
                 shutil.copytree(source, self.folder)
         self._stamps = self._read_stamps()

@@ -64,7 +64,12 @@ from dglx_dist.training.checkpoint_folder import STATE_NAME as STATE_NAME
 from dglx_dist.training.checkpoint_folder import find_latest as find_latest
 from dglx_dist.training.checkpoint_folder import folder_name as folder_name
 from dglx_dist.training.checkpoint_folder import write_json as write_json
-from dglx_dist.training.checkpoint_store import fetch_checkpoint, fetch_states, find_local_folder, find_store
+from dglx_dist.training.checkpoint_store import (
+    fetch_checkpoint,
+    fetch_states,
+    find_checkpoint_store,
+    find_local_folder,
+)
 from dglx_dist.training.config import EVERY, Every, count_steps_between
 from dglx_dist.training.object_state import (
     Stateful,
@@ -316,7 +321,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: str | Path, run: RunState, keep: int | None = None) -> None:
         self._session = current_session()
-        self._store = find_store(folder)
+        self._store = find_checkpoint_store(folder)
         self._folder = find_local_folder(folder)
         self._run = run
         self._keep = keep
@@ -850,7 +855,7 @@ def remove_all(folder: str | Path) -> None:
     def remove() -> None:
         if session.topology.rank != 0:
             return
-        store = find_store(folder)
+        store = find_checkpoint_store(folder)
         if store is not None:
             store.remove_all()
             return

@@ -82,7 +82,7 @@ class CheckpointStore:
                 self._store.delete(object_name)
 
 
-def find_store(folder: str | Path) -> CheckpointStore | None:
+def find_checkpoint_store(folder: str | Path) -> CheckpointStore | None:
     """Return the checkpoints at an address, or None for a folder."""
     address = find_address(folder)
     return None if address is None else CheckpointStore(address)
@@ -90,7 +90,7 @@ def find_store(folder: str | Path) -> CheckpointStore | None:
 
 def find_local_folder(folder: str | Path) -> Path:
     """Return ``folder`` itself, or the local folder for files that are uploaded to an address."""
-    store = find_store(folder)
+    store = find_checkpoint_store(folder)
     return Path(folder) if store is None else store.folder
 
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import check_replaceable, name_write_failures, place_folder
-from dglx_dist.data.storage.object_store import open_store
+from dglx_dist.data.storage.object_store import ObjectStore, find_store
 from dglx_dist.data.storage.remote import open_output
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.shared_memory import open_partial_folder
-from dglx_dist.options import find_address
 from dglx_dist.records import Array
 from dglx_dist.training.config import EXPORT_INDEX
 
@@ -162,10 +161,10 @@ def _write_folder(
 ) -> None:
     """Replace ``folder`` by the files from all ranks. ``write_share`` returns this rank's index entries."""
     is_rank_0 = session.topology.rank == 0
-    # A wrong folder on one rank is an error on all.
-    address = run_on_all_ranks(session, lambda: find_address(folder), ConfigError)
-    if address is not None:
-        _write_objects(session, address, overwrite, write_share)
+    # A wrong folder or a missing package on one rank is an error on all.
+    store = run_on_all_ranks(session, lambda: find_store(folder), ConfigError)
+    if store is not None:
+        _write_objects(session, store, overwrite, write_share)
         return
 
     def find_target() -> Path:
@@ -183,10 +182,9 @@ def _write_folder(
 
 
 def _write_objects(
-    session: Session, address: str, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
+    session: Session, store: ObjectStore, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
-    """Replace the objects at ``address`` by the files of all ranks. An index without files comes first."""
-    store = open_store(address)
+    """Replace all objects of ``store`` by the files of all ranks. An index without files comes first."""
     is_rank_0 = session.topology.rank == 0
 
     with tempfile.TemporaryDirectory(prefix="dglx-rows-") as name:
@@ -194,7 +192,7 @@ def _write_objects(
 
         def begin() -> None:
             if is_rank_0:
-                check_target(Path(address), overwrite)
+                _check_objects(store, overwrite)
                 _write_index(folder, [])
                 store.put(EXPORT_INDEX, folder / EXPORT_INDEX)
 
@@ -282,11 +280,14 @@ def _find_node_type(label: str, tensor: Any, g: DistGraph) -> str:
 
 def check_target(target: Path, overwrite: bool) -> None:
     """Raise StorageError if :func:`write_embeddings` may not replace a folder, or objects at an address."""
-    address = find_address(target)
-    if address is None:
+    store = find_store(target)
+    if store is None:
         check_replaceable(target.absolute(), overwrite, _CONTENT, _is_export)
-        return
-    store = open_store(address)
+    else:
+        _check_objects(store, overwrite)
+
+
+def _check_objects(store: ObjectStore, overwrite: bool) -> None:
     names = store.list()
     if not names:
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
@@ -21,7 +22,7 @@ from typing import Any, TypeVar, final
 from urllib.parse import urlsplit
 
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.options import hide_query
+from dglx_dist.options import find_address, hide_query
 
 MAX_TRIES = 5
 """Attempts without progress after which an object counts as unreachable."""
@@ -416,3 +417,9 @@ def open_store(address: str) -> ObjectStore:
             f"the address {parts.scheme}://...{parts.path} has credentials; leave them out, and {remedy}"
         )
     return S3Store(address) if is_s3 else FsspecStore(address)
+
+
+def find_store(location: str | os.PathLike[str]) -> ObjectStore | None:
+    """Return the store if ``location`` is an address, or None. Raises the errors of :func:`open_store`."""
+    address = find_address(location)
+    return None if address is None else open_store(address)

@@ -34,6 +34,7 @@ from dglx_dist.data.storage.object_store import (
     MissingObjectError,
     ObjectInfo,
     ObjectStore,
+    find_store,
     open_store,
 )
 from dglx_dist.errors import ConfigError, StorageError
@@ -224,10 +225,8 @@ class DatasetMirror:
 
 def is_dataset(location: str | os.PathLike[str]) -> bool:
     """Return whether a folder or an address has a manifest. Raise StorageError if a store cannot be read."""
-    address = find_address(location)
-    if address is None:
-        return (Path(location).expanduser() / MANIFEST).is_file()
-    return _has_manifest(open_store(address))
+    store = find_store(location)
+    return (Path(location).expanduser() / MANIFEST).is_file() if store is None else _has_manifest(store)
 
 
 def _has_manifest(store: ObjectStore) -> bool:
@@ -247,10 +246,9 @@ def fetch_objects(location: str, is_wanted: Callable[[str], bool] | None = None)
     Without it, addresses of datasets are returned unchanged, too. Raises MissingObjectError if there is no
     object, and StorageError if one changes meanwhile.
     """
-    address = find_address(location)
-    if address is None:
+    store = find_store(location)
+    if store is None:
         return location
-    store = open_store(address)
     if is_wanted is None and _has_manifest(store):
         return location
     objects = {name: info for name, info in store.list().items() if is_wanted is None or is_wanted(name)}
@@ -338,11 +336,10 @@ def stage_dataset(
             it, or the store cannot be written. The last case is checked before the folder is yielded, too.
             Commands on other machines are not noticed, so two of them must not write to one address.
     """
-    address = find_address(location)
-    if address is None:
+    store = find_store(location)
+    if store is None:
         yield Path(location)
         return
-    store = open_store(address)
     if format != "dglx":
         raise ConfigError(
             f"format={format!r} is written to a folder, but {store.locate()} is an address; name a folder"
