@@ -508,9 +508,9 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
     device = find_float_parameter(config.model).device
     if device != g.session.device:
         options["device"] = device
-    fanouts = [-1] * config.num_layers
-    if draws is not None and STRATEGIES.get(candidate.strategy).traits.unit != "full_graph":
-        fanouts = list(draws.fanouts)
+    if STRATEGIES.get(candidate.strategy).traits.unit == "full_graph":
+        draws = None
+    fanouts = [-1] * config.num_layers if draws is None else list(draws.fanouts)
 
     if config.links is not None:
         # Strategies on whole graphs also have batches with edges.
@@ -525,7 +525,7 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
             **options,
         )
 
-    if draws is not None and STRATEGIES.get(candidate.strategy).traits.unit != "full_graph":
+    if draws is not None:
         options |= {"batch_size": draws.batch_size, "shuffle": True}
     features = {ntype: [FEATURE]}
     if config.inputs is not None:
